@@ -1,10 +1,10 @@
-"""Each async test runs on asyncio's loop and on uvloop's, or on uvloop's only; hypothesis profiles are seeded."""
+"""Async tests run on the loops of asyncio and uvloop, or on uvloop only; hypothesis profiles are seeded."""
 
 from __future__ import annotations
 
 import os
 
-# Before torch is imported: two processes that each use all cores wait for each other.
+# Set before torch is imported: two processes that each use all cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
@@ -54,7 +54,7 @@ LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start."""
+    """Restore the default action for Ctrl-C, which a shell that starts the tests in the background disables."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -76,7 +76,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """pytest-asyncio's hook: a test is run once for each factory."""
+    """Hook of pytest-asyncio: a test runs once per factory."""
     del config
     if item.get_closest_marker("one_loop"):
         return {"uvloop": LOOPS["uvloop"]}
@@ -95,15 +95,15 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind reports what is left at the interpreter's end as leaks
+    gc.unfreeze()  # nanobind reports objects left at interpreter exit as leaks
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """pytest-xdist's hook: each file is one process's own, and all that start a real vLLM are the same one's."""
+    """Hook of pytest-xdist: one process per file; all files that start a real vLLM run in the same process."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # the order is that of the collection, see below
+    config.option.loadscopereorder = False  # keep the order of the collection, see below
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -115,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files for pytest-xdist, and skip `gpu` tests without a GPU; nothing else is ever skipped."""
+    """Order the files for pytest-xdist, and skip `gpu` tests without a GPU. Nothing else is ever skipped."""
     import torch
 
     if hasattr(config, "workerinput"):

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="session", autouse=True)
 def native_libraries() -> Iterator[None]:
-    """In this process and in those that benchmarks start: whether they are here must not hang on what ran before."""
+    """Install the libraries for this process and its children, so that the order of tests has no effect."""
     native.load_libraries()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_LIBRARY_PATH", native.environment()["LD_LIBRARY_PATH"])

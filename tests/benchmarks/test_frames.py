@@ -17,4 +17,4 @@ async def test_a_record_is_read_through_few_frames_and_tasks(
 
     assert depth.parts[-1][-1].endswith("read_all")
     assert depth.frames <= frames, str(depth)
-    assert len(depth.parts) <= kinds, str(depth)  # of tasks, and of threads
+    assert len(depth.parts) <= kinds, str(depth)  # of tasks and threads

@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(gpu.QUICK, layers=1, models="llama-8b,deepseek-mla")
 
 
 class FakeRunning:
-    """Ends after being asked so many times whether it has."""
+    """A run that ends after a number of polls."""
 
     def __init__(self, looks):
         self.looks = looks
@@ -50,7 +50,7 @@ class FakeProducts:
 
 
 class LossyMover(TorchMover):
-    """Loads the first row of each batch nowhere."""
+    """A mover that drops the first row of each batch when loading."""
 
     def move(self, steps, table, staging, *, to_staging):
         if not to_staging:
@@ -59,7 +59,7 @@ class LossyMover(TorchMover):
 
 
 class FakeGpu:
-    """The host as a GPU with so much memory."""
+    """The host as a GPU with a given amount of memory."""
 
     name = "no GPU"
     device = torch.device("cpu")
@@ -232,7 +232,7 @@ def test_chunks_are_as_large_as_the_layout_says(shape):
 
 
 class Clock:
-    """A second passes between two looks at it."""
+    """A clock that advances by one second per call."""
 
     def __init__(self):
         self.now = 0.0
@@ -252,7 +252,7 @@ async def test_copies_count_that_end_before_the_products_do(monkeypatch, looks, 
 
     figure = await gpu._copies(products, 7, copy, 10**9)()
 
-    assert figure == counted / counted  # one gigabyte a second each
+    assert figure == counted / counted  # one gigabyte per second each
     assert len(done) == copied
     [(count, running)] = products.asked
     assert count == 7

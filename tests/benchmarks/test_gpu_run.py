@@ -30,7 +30,7 @@ class TorchGpu(HostGpu):
 
 
 class LossyMover(TorchMover):
-    """Loads the first row of each batch nowhere."""
+    """A mover that drops the first row of each batch when loading."""
 
     def move(self, steps, table, staging, *, to_staging):
         if not to_staging:
@@ -43,7 +43,7 @@ class LossyGpu(HostGpu):
 
 
 class ForgetfulMover(TorchMover):
-    """Stores what was in staging memory before."""
+    """A mover that stores the previous content of staging memory."""
 
     def move(self, steps, table, staging, *, to_staging):
         if not to_staging:
@@ -55,7 +55,7 @@ class ForgetfulGpu(HostGpu):
 
 
 class StrayMover(TorchMover):
-    """Writes to the first bytes of the cache with each load."""
+    """A mover that overwrites the first bytes of the cache on each load."""
 
     def __init__(self, layout):
         super().__init__(layout)

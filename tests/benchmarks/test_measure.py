@@ -1,4 +1,4 @@
-"""Rounds of measurements, and rows."""
+"""Repetition of measurements, and result rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Settings:
 
 
 class Probes:
-    """Probes that note their order and give figures from a list, or always the same one."""
+    """Probes that record their order and return figures from a list, or a constant."""
 
     def __init__(self):
         self.calls = []
@@ -33,7 +33,7 @@ class Probes:
 
 async def test_the_ratio_is_the_median_of_the_rounds_own_ratios():
     probes = Probes()
-    # The first figures warm up. Ratios are 1/2, 4/4 and 90/10; the medians' ratio would be 1.
+    # The first figures are the warm-up. The ratios are 1/2, 4/4 and 90/10; the ratio of the medians would be 1.
     case = Case("it", "GB/s", probes.probe("it", 7, 1, 4, 90), {"limit": probes.probe("limit", 7, 2, 4, 10)})
 
     [row] = await Frame(rounds=3).compare([case])
@@ -54,7 +54,7 @@ async def test_a_figure_and_its_limits_are_measured_next_to_each_other_in_every_
 
     threes = [probes.calls[at : at + 3] for at in range(0, len(probes.calls), 3)]
     assert all(len(set(three)) == 1 for three in threes)
-    for at in (0, 3, 6):  # two rounds and the one that warms up
+    for at in (0, 3, 6):  # two rounds and the warm-up
         assert {three[0] for three in threes[at : at + 3]} == set("abc")
 
 

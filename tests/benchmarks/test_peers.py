@@ -1,4 +1,4 @@
-"""Comparison with peers: with an object and with a process."""
+"""Comparison with peers, in this process and in a child process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABSENT = Kind("Absent", "no_such_package", "no_such_module")
 
 
 class FakePeer:
-    """Takes a second for everything, but for what it cannot do, or cannot do more than so often."""
+    """A peer that takes one second per operation, except for unsupported operations and those with a limited count."""
 
     def __init__(self, name="fake 1.0", *, fails=(), times=10**9):
         self.name = name
@@ -114,11 +114,11 @@ def test_a_figure_is_a_rate_or_a_time():
 
 @pytest.fixture(scope="module")
 def kind():
-    """The peer of fake_peer.py, which a child process imports by its name."""
+    """The peer of fake_peer.py, which a child process imports by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
         context = forked_python.context()
-        patch.setattr(peers.multiprocessing, "get_context", lambda method: context)  # torch is imported there
+        patch.setattr(peers.multiprocessing, "get_context", lambda method: context)  # the child imports torch
         yield Kind("Fake", "json", "fake_peer")
 
 

@@ -1,4 +1,4 @@
-"""One real vLLM as the serve benchmark starts it: a new prompt, vLLM's own hit, and a hit of the connector."""
+"""One real vLLM as started by the serve benchmark: a new prompt, a hit of vLLM, and a hit of the connector."""
 
 from __future__ import annotations
 

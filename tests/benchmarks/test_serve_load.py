@@ -1,4 +1,4 @@
-"""The arithmetic of the serve benchmark: mixed loads, gaps, throughput, equal answers."""
+"""Calculations of the serve benchmark: mixed loads, gaps, throughput, equal answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIX = Mix(streams=3, stream_tokens=40, new=5, repeated=2, prompt_tokens=20)
 
 
 def answer(*places, tokens=None, sent=0.0, times=None, cached=0, reason="length"):
-    """Of log-probabilities; the likeliest token of each place unless `tokens` says."""
+    """An answer with these log-probabilities; the most likely token of each position unless `tokens` is given."""
     chosen = tokens or [int(max(place, key=place.get)) for place in places]
     return Answer(sent, times or [0.0] * len(chosen), chosen, places, cached, reason)
 
@@ -94,7 +94,7 @@ def test_gaps_are_those_of_each_answer():
     assert gap_ms([one, other], 0.5) == pytest.approx(200)
     assert gap_ms([answer({"1": 0.0}, tokens=[1, 2], times=[1.0, 1.0])], 0.95) == pytest.approx(
         1e-3
-    )  # read at once
+    )  # read without delay
 
 
 def test_throughput_counts_prompts_and_answers():
@@ -151,7 +151,7 @@ def test_prompts_are_new_and_have_no_special_tokens():
 
 
 class Streams:
-    """An engine whose streams each give tokens one by one; notes the order in which requests came."""
+    """An engine that streams tokens one at a time and records the arrival order of requests."""
 
     def __init__(self):
         self.came = []
@@ -161,7 +161,7 @@ class Streams:
         [number] = prompt["prompt_token_ids"]
         self.came.append((number, self.given))
         for _ in range(sampling.max_tokens):
-            await asyncio.sleep(0)  # the others' turn
+            await asyncio.sleep(0)  # yield to the other tasks
             self.given += number < 100
             yield _Output(number)
 
@@ -191,7 +191,7 @@ async def test_prompts_are_sent_once_the_streams_have_given_tokens_enough():
     came = dict(streams.came)
     assert came[1] <= came[2] < 3 <= came[101]
     assert came[100] >= 7
-    assert came[102] == 12  # never due, and sent all the same
+    assert came[102] == 12  # never due, but sent
     assert [given["tokens"] for given in answers] == [[1] * 6, [100], [2] * 6, [101] * 2, [102]]
     assert answers[3]["cached_tokens"] == 3
     assert len(answers[0]["times"]) == 6

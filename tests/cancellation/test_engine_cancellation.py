@@ -1,4 +1,4 @@
-"""A call cancelled wherever it can wait: its leases come back, and the engine works on."""
+"""Cancellation of a call at every await: leases are released, and the engine continues to work."""
 
 import asyncio
 import gc
@@ -20,13 +20,13 @@ OTHERS = [token + 1000 for token in TOKENS]
 
 
 def leases(engine):
-    """Slabs with a lease. Not those that a cancelled task's traceback still looks at: see the last test."""
+    """Number of leased slabs, except those in the traceback of a cancelled task: see the last test."""
     statistics = engine._parts.arena.statistics()
     return statistics.leased_slabs - statistics.lingering_slabs
 
 
 class Opened:
-    """An engine with memory and a ParkingTier, with TOKENS stored."""
+    """An engine with a memory tier and a ParkingTier, with TOKENS stored."""
 
     def __init__(self, *, tiers=("cpu", "dict"), **settings):
         self.made = Made(ParkingTier)
@@ -48,7 +48,7 @@ class Opened:
         return self.engine.store(tokens, range(len(tokens)))
 
     async def settle(self):
-        """All that was given up has ended; what is leased then belongs to the tiers."""
+        """Wait until abandoned calls have ended; the remaining leases belong to the tiers."""
         while self.engine.statistics().late_calls:
             await asyncio.sleep(0)
         assert await self.engine.flush(timeout_s=5)
@@ -59,7 +59,7 @@ class Opened:
         assert all(writer.queued_chunks == writer.queued_bytes == 0 for writer in statistics.writers.values())
 
     async def check_works(self, tokens=TOKENS):
-        """Store, lookup and retrieve do what they did before."""
+        """Check that store, lookup and retrieve still work."""
         await self.store(tokens)
         assert await self.engine.lookup(tokens) == 40
         self.rig.wipe()
@@ -188,7 +188,7 @@ async def test_of_many_calls_at_once_only_those_cancelled_end():
 
 
 class Copy:
-    """Parks the copy in its thread, as a real one is in the middle of its bytes."""
+    """Blocks the copy in its thread, like a copy that is in progress."""
 
     def __init__(self, engine, monkeypatch):
         self.running, self.go_on, self.ended = threading.Event(), threading.Event(), False
@@ -221,7 +221,7 @@ async def test_device_memory_is_not_free_before_a_running_copy_has_ended(monkeyp
         request = store_request(opened, lambda: told.append(copy.ended))
         task = asyncio.ensure_future(opened.engine.store_chunks(request))
         await copy.wait_running()
-        for _ in range(times):  # an impatient caller
+        for _ in range(times):  # a caller that cancels repeatedly
             task.cancel()
             await turns(5)
         assert told == []
@@ -286,7 +286,7 @@ async def test_closing_during_a_call_ends_it_and_gives_every_lease_back(verb, pa
         assert task.exception() is None or isinstance(task.exception(), EngineClosedError)
         await turns(5)
         assert leases(opened.engine) == 0
-        opened.context = Rig().open(registry=installed())  # for the end of the block
+        opened.context = Rig().open(registry=installed())  # for the exit of the block
         await opened.context.__aenter__()
 
 
@@ -339,7 +339,7 @@ async def test_no_slab_is_lost_to_the_traceback_of_a_cancelled_call(verb):
             await turns(steps)
             task.cancel()
             await asyncio.wait({task})
-            kept.append(task)  # as whoever waits for it keeps it, and its traceback
+            kept.append(task)  # a reference to the task, as its caller would keep, and to its traceback
         await opened.settle()
         gc.collect()
 

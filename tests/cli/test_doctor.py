@@ -112,7 +112,7 @@ def test_a_sample_that_is_not_a_size_is_refused(invoke):
 
 
 def test_the_tiers_of_a_config_whose_check_hangs_are_not_created(tmp_path, monkeypatch):
-    """The main thread would wait for the same plug-in, without a deadline."""
+    """The main thread would otherwise wait for the same plug-in without a deadline."""
     file = tmp_path / "kv.yaml"
     file.write_text(f"tiers: [cpu, {{name: disk, path: {tmp_path}/kv, max_bytes: 1MiB}}]\n")
     begun, ended = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The entry point without its packages."""
+"""The entry point without its dependencies."""
 
 import builtins
 import sys

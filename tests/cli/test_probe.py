@@ -119,7 +119,7 @@ HANGING = (Hanging, LatePut, Keeping, NeverOpen)
 
 
 def spec_for(tier_class) -> TierSpec:
-    """A tier that does not hang has time, also on a loaded machine."""
+    """Settings of a tier with timeouts for a busy machine, unless it hangs."""
     timeout_s = 0.2 if issubclass(tier_class, HANGING) else 30
     return TierSpec(name="x", id="x", timeout_s=timeout_s, open_timeout_s=timeout_s)
 

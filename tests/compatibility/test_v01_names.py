@@ -1,8 +1,8 @@
-"""Names that version 0.1's reference documented for authors of tiers, layers and stages are where they were.
+"""Names that version 0.1 documented for authors of tiers, layers and stages are still importable.
 
-`v01_names.txt` has the names of docs/reference/{tiers,layers,stages,keys,errors,testing}.md of commit da0f82e, without the
-simulation and the benchmarks, which are not in the package any more, and without `ConfiguredLayer`: a layer now has one method,
-`around`.
+`v01_names.txt` has the names of docs/reference/{tiers,layers,stages,keys,errors,testing}.md of commit da0f82e,
+without the simulation and the benchmarks, which are no longer in the package, and without `ConfiguredLayer`: a layer
+now has one method, `around`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Directories that version 0.1 left are read, and its keys are computed, by this version."""
+"""This version reads directories written by version 0.1 and computes the same keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def manifest(unpacked: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture
 def root(unpacked: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
-    """A copy of the directories, with the times of their files."""
+    """A copy of the directories that preserves file times."""
     return Path(shutil.copytree(unpacked[0], tmp_path / "stored", copy_function=shutil.copy2))
 
 
@@ -52,7 +52,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> FakeRegistry:
 
 
 async def loaded(engine: CacheEngine, cache: Cache, prompt: Prompt) -> int:
-    """Number of leading tokens that are loaded; each must be what was stored."""
+    """Number of leading tokens that are loaded; each is compared with the stored content."""
     mask = await engine.retrieve(prompt.tokens, range(100, 100 + prompt.length), namespace=prompt.namespace)
     hit = int(mask.sum())
     assert torch.equal(cache.read(100, hit), kv_of(prompt.tokens)[:, :, :hit])

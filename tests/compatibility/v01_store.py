@@ -54,12 +54,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Case:
-    """A directory, the settings of its engine, and the prompts that were stored, in this order.
+    """A directory, the settings of its engine, and the prompts stored, in order.
 
     Attributes:
         secrets: Environment variables of the engine.
-        use: Prompts that were loaded, which makes them recently used, before those of `then` were stored.
-        kill_at: The writer was killed when it published its record with this number; 0 if it was not.
+        use: Prompts loaded (and so recently used) before those of `then` were stored.
+        kill_at: Number of the record whose publication killed the writer; 0 for none.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Cache:
         return CacheEngine.open(config, layout=self.layout, namespace=self.namespace(case), registry=registry)
 
     def write(self, tokens: list[int]) -> None:
-        """Write what a model would compute for the prompt into the first slots."""
+        """Write the KV that a model would compute for the prompt into the first slots."""
         values = kv_of(tokens)
         for layer, pair in enumerate(self.tensors):
             for part, cache in enumerate(pair):
@@ -165,7 +165,7 @@ class Cache:
         return torch.stack([torch.stack([part.view(-1, 8)[slots] for part in pair]) for pair in self.tensors])
 
     def keys(self, case: Case, prompt: Prompt) -> list[str]:
-        """Keys of the prompt's chunks, the partial one at its end included."""
+        """Keys of the prompt's chunks, including the partial one at its end."""
         namespace = self.namespace(case)
         root = prompt.namespace.root(namespace.root(), namespace.algorithm, namespace.hash_key)
         hasher = ChunkHasher(
@@ -176,14 +176,14 @@ class Cache:
 
 
 def kv_of(tokens: list[int]) -> torch.Tensor:
-    """KV that depends on each token and all before it, exactly representable: shape [2, 2, tokens, 8]."""
+    """KV that depends on each token and all tokens before it, exactly representable: shape [2, 2, tokens, 8]."""
     history = np.cumsum(np.asarray(tokens, np.int64) * (1 + np.arange(len(tokens)))) % 4096
     scale = np.arange(1, 33).reshape(2, 2, 1, 8)
     return torch.as_tensor(history[None, None, :, None] * scale / 8, dtype=torch.float32)
 
 
 def write_weights(directory: Path) -> Path:
-    """Small files that pass for a model's weights or an adapter's."""
+    """Write small files in place of a model's or an adapter's weights."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(1)
     for name, nbytes in (("model-1.safetensors", 300_000), ("model-2.safetensors", 5_000)):
@@ -211,7 +211,7 @@ def other_keys() -> list[str]:
 
 
 def vllm_namespace() -> dict[str, Any]:
-    """Fields of the connector's namespace for a model in vLLM, without vLLM's own version."""
+    """Fields of the connector's namespace for a model in vLLM, without the version of vLLM."""
     from lmcache_async.integration.vllm.config import namespace_of
 
     layers = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
@@ -250,7 +250,7 @@ def vllm_namespace() -> dict[str, Any]:
     return dict(fields)
 
 
-# The rest is run by version 0.1 only.
+# Only version 0.1 runs the rest.
 
 
 async def fill(case: Case, directory: Path, weights: Path, registry: Any) -> None:
@@ -264,7 +264,7 @@ async def fill(case: Case, directory: Path, weights: Path, registry: Any) -> Non
     async with cache.open(case, directory, registry) as engine:
         for prompt in case.prompts:
             await store(engine, prompt)
-    for prompt in case.use:  # from the disk, so in an engine with empty memory
+    for prompt in case.use:  # read from disk by an engine with empty memory
         async with cache.open(case, directory, registry) as engine:
             assert (await engine.retrieve(prompt.tokens, range(64, 64 + prompt.length))).all()
     if case.then:

@@ -1,6 +1,6 @@
-"""A client of its own process: `hold SOCKET` holds a lease and a half-written reservation, `store SOCKET` stores.
+"""A client in its own process: `hold SOCKET` holds a lease and a half-written reservation, `store SOCKET` stores.
 
-Says what it has done in one line, then waits to be killed or for its input to end.
+It prints one line when done, then waits until it is killed or its input ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def hold(path: Path) -> None:
             [grant] = await tier._granted(connection, Op.RESERVE, wishes, 1)
             connection.mapping.target(grant)[:5000] = buffer.array[:5000]
         read, _ = os.pipe()
-        child = os.fork()  # it inherits the connection, and is there when we are not any more
+        child = os.fork()  # it inherits the connection and outlives this process
         if not child:
             os.read(read, 1)
         print(f"holding {child}", flush=True)  # noqa: T201

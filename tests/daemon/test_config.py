@@ -96,7 +96,7 @@ def test_the_default_socket_is_in_a_directory_of_this_user(
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_socket() == tmp_path / "lmcache-async" / "host.sock"
-    tmp_path.chmod(0o777)  # anybody may put something there
+    tmp_path.chmod(0o777)  # world-writable
     assert default_socket().parts[1] == "tmp"
 
 

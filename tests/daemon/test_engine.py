@@ -35,7 +35,7 @@ async def store(rig: Rig, **config: object) -> int:
 
 
 async def hits(rig: Rig, times: int = 1, **config: object) -> int:
-    """Tokens that came back, right to the last bit, the last of so many times."""
+    """Retrieve several times, compare the content, and return the number of hit tokens of the last time."""
     async with rig.open(**config) as engine:
         for _ in range(times):
             rig.wipe()
@@ -52,7 +52,7 @@ async def test_encrypted_records_are_decrypted_elsewhere(daemon: ThreadedDaemon,
     config = {"tiers": [host(daemon)], "encryption.key_file": str(keys)}
     assert await store(Rig(slabs=32), **config) == 5
 
-    assert await hits(Rig(slabs=32), times=3, **config) == len(TOKENS)  # in place, the second time would fail
+    assert await hits(Rig(slabs=32), times=3, **config) == len(TOKENS)  # an overwrite would fail the second
 
 
 async def test_a_cpu_tier_before_the_pool_gets_copies(daemon: ThreadedDaemon) -> None:

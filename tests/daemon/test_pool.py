@@ -23,7 +23,7 @@ def pool_of(pages: int, **options: object) -> Pool:
 
 
 def put(pool: Pool, numbers: Iterable[int], tenant: str = "t", pages: int = 1) -> list[int]:
-    """Which of them found room."""
+    """Put records, and return the numbers of those admitted."""
     taken = []
     for number in numbers:
         slot = pool.reserve(tenant, key_of(number), pages * PAGE)
@@ -190,7 +190,7 @@ def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
 
 
 def test_records_of_a_tenant_at_its_reservation_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scan of all records for each refused one would stop the daemon for seconds."""
+    """A scan of all records for each refused one would block the daemon for seconds."""
     pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=8 * PAGE)})
     put(pool, range(10))
     assert put(pool, range(20, 30), tenant="other") == list(range(20, 30))

@@ -40,7 +40,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.serial = 0
         self.contents: dict[tuple[str, bytes], bytes] = {}
         self.live: dict[Slot, bytes] = {}
-        self.read: dict[Slot, tuple[str, bytes]] = {}  # slots of readers, of records that are not removed
+        self.read: dict[
+            Slot, tuple[str, bytes]
+        ] = {}  # slots held by readers, for records that are not removed
 
     @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=numbers)
     def reserve(self, tenant: str, nbytes: int, number: int):
@@ -78,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), nbytes=sizes, some=st.lists(numbers, min_size=1, max_size=6))
     def store(self, tenant: str, nbytes: int, some: list[int]) -> None:
-        """As an engine does with a prompt."""
+        """Store a prompt like an engine."""
         self.pool.contains(tenant, [key_of(number) for number in some])
         for number in some:
             key = key_of(number)
@@ -93,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=readers, which=st.integers(0, 100), times=st.integers(1, 3))
     def lease(self, which: int, times: int):
-        """Some record that is there, maybe more than once."""
+        """Lease an existing record, possibly several times."""
         held = sorted((tenant, key) for tenant in TENANTS for key in self.pool.keys(tenant))
         if not held:
             return multiple()

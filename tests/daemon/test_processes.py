@@ -1,4 +1,4 @@
-"""The daemon and its clients as processes of their own: killed, forked and started again."""
+"""The daemon and its clients in separate processes: killed, forked and restarted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_killed_client_leaves_no_lease_even_if_its_child_lives() -> None:
         assert daemon.leases("held") == (1, 1)
         client.kill()
         client.wait(DEADLINE_S)
-        os.kill(int(child), 0)  # it is there
+        os.kill(int(child), 0)  # it exists
         try:
             uvloop.run(daemon.until_leases((0, 0), "held"))
         finally:
@@ -94,7 +94,7 @@ def test_an_engine_in_another_process_retrieves_stored_records() -> None:
 
 
 async def _traffic(tier: HostTier, arena: Arena, seen: set[str]) -> None:
-    """Puts and gets for ever; what comes is right, or an error of the tier's."""
+    """Put and get until killed; a get returns the right content or raises an error of the tier."""
     for number in range(1, 1 << 30):
         with record(arena, number % 5) as buffer:
             try:

@@ -32,7 +32,7 @@ from tests.support.daemons import DEADLINE_S, ThreadedDaemon, socket_path
 
 
 class Client:
-    """A bare socket that speaks the protocol, as far as the test wants it to."""
+    """A socket that speaks the protocol as far as a test needs."""
 
     def __init__(
         self, path: Path, tenant: str = "t", *, greet: bool = True, protocol: int = PROTOCOL
@@ -69,7 +69,7 @@ class Client:
         return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
 
     def store(self, number: int) -> None:
-        """A whole record, through the descriptor."""
+        """Store a whole record through the file descriptor."""
         arena = small_arena(1)
         with record(arena, number) as sealed:
             grant = self.reserve(number, sealed.nbytes)
@@ -79,7 +79,7 @@ class Client:
         assert flags == bytes([Refusal.NONE])
 
     def ends(self) -> bool:
-        """Whether the daemon answers no more."""
+        """Whether the daemon has stopped answering."""
         return self.socket.recv(1) == b""
 
     def close(self) -> None:
@@ -150,12 +150,12 @@ async def test_an_invalid_message_ends_only_its_own_connection(daemon: ThreadedD
 
 
 async def test_leases_last_until_the_client_closes_after_an_invalid_message(daemon: ThreadedDaemon) -> None:
-    """It may be writing there."""
+    """The client may still write to the leased memory."""
     with client(daemon, "writes") as one:
         assert one.reserve(1, 10_000).lease
         one.socket.sendall(b"\xff" * 40)
         assert one.ends()
-        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([1])))  # read no more
+        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([1])))  # no longer read
         with client(daemon, "writes") as other:
             assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"
         assert daemon.leases("writes") == (0, 1)
@@ -183,7 +183,7 @@ def test_any_body_of_any_message_is_answered_or_ends_the_connection(
 ) -> None:
     with client(daemon, "bodies") as one, client(daemon, "others") as other:
         one.socket.sendall(frame(op, body) + frame(Op.CONTAINS))
-        with contextlib.suppress(AssertionError):  # it was ended
+        with contextlib.suppress(AssertionError):  # the session was ended
             while one.answer()[0] is not Op.CONTAINS:
                 pass
         assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"

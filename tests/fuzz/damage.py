@@ -1,4 +1,4 @@
-"""What befalls bytes that lie about: flips, cuts, growth, swaps, other sizes in the header. Strategies."""
+"""Strategies for damaged records: bit flips, truncation, growth, swaps, wrong sizes in the header."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 Damage = Callable[[bytes], bytes]
 
-# Where the sizes are in a record's fixed start, and how long each is: header, fields, payload.
+# Offset and length of each size field in the fixed part of a record: header, fields, payload.
 SIZES = [(8, 2), (10, 4), (14, 4), (18, 8)]
 LIKELY = [0, 1, 4095, 4096, 4097, 8192, 1 << 20, (1 << 20) + 4096, 1 << 31, (1 << 34) + 1, (1 << 63) + 1]
 
 
 @contextmanager
 def bounded_memory(max_bytes: int) -> Iterator[None]:
-    """What is allocated within, at its peak."""
+    """Limit the peak of memory allocated in the block."""
     tracemalloc.start()
     try:
         yield
@@ -44,7 +44,7 @@ def resize(place: tuple[int, int], value: int) -> Damage:
 
 
 def damages(other: bytes = b"") -> st.SearchStrategy[Damage]:
-    """One change, mostly small; `other` is a record that pieces are taken from."""
+    """One change, usually small; `other` is a record from which pieces are taken."""
     positions = st.integers(0, 200) | st.integers(0, 1 << 20)
     flips = st.builds(flip, positions, st.integers(1, 255))
     sizes = st.builds(resize, st.sampled_from(SIZES), st.sampled_from(LIKELY) | st.integers(0, 1 << 64))

@@ -1,4 +1,4 @@
-"""How long to fuzz: once through the profile's examples, or for LMCACHE_ASYNC_FUZZ_SECONDS with new ones each time."""
+"""Fuzzing effort: one pass over the profile's examples, or new ones for LMCACHE_ASYNC_FUZZ_SECONDS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ effort = settings(
 
 
 def keep_at_it(check: Callable[[], None]) -> None:
-    """Run a property, again and again while there is time."""
+    """Run a property repeatedly until the time is over."""
     deadline = time.monotonic() + SECONDS
     check()
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Any file, environment and mapping gives a config or a ConfigError, in bounded time and memory."""
+"""Any file, environment and mapping results in a config or a ConfigError, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -147,4 +147,4 @@ def test_bombs_are_refused_in_little_memory(tmp_path: Path, text: str, place: st
 
     assert isinstance(told, str)
     assert len(told) < 1000
-    assert peak < 16 << 20  # for texts of a quarter of the largest size
+    assert peak < 16 << 20  # for texts of a quarter of the size limit

@@ -1,4 +1,4 @@
-"""Any damage to a directory of records: a miss or the right bytes, exact accounts, bounded memory, no crash."""
+"""Damaged directories of records: a miss or the right bytes, exact accounting, bounded memory, no crash."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lmcache_async.testing.records import (
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages
 from tests.fuzz.effort import effort, keep_at_it
 
-LENGTHS = [5000, 0, 20_000, 4096]  # by number; a chunk's record always has the same length
+LENGTHS = [5000, 0, 20_000, 4096]  # by number; the records of a chunk have equal lengths
 MAX_BYTES = 4 << 20
 RECORD = re.compile("[0-9a-f]{32}")
 HUGE = [1 << 30, 1 << 40, (1 << 34) + (1 << 20), (1 << 43) - 4096]
 
 
 class Rig:
-    """A tier over a directory that is being damaged."""
+    """A tier over a directory that is damaged while in use."""
 
     def __init__(self, root: Path, **options: object) -> None:
         self.config = DiskConfig(path=root, max_bytes=8 * SLAB_BYTES, io_threads=1, **options)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Rig:
         return False
 
     async def get(self, tier: DiskTier, number: int) -> bool:
-        """Whether the framework would use it; then it is right, to the byte."""
+        """Return whether the engine would accept the record; if so, compare its bytes."""
         buffer = await tier.get(key_of(number), self.allocate)
         if buffer is None:
             return False
@@ -103,7 +103,7 @@ swaps = st.lists(st.tuples(numbers, numbers), max_size=2)
 
 
 def damage(rig: Rig, changes: list[tuple[int, list[Damage]]], swaps: list[tuple[int, int]]) -> set[int]:
-    """The numbers of those that are as they were."""
+    """Damage files and return the numbers of the unchanged records."""
     before = {number: rig.path(number).read_bytes() for number in range(len(LENGTHS))}
     for number, parts in changes:
         rig.path(number).write_bytes(apply(parts, rig.path(number).read_bytes()))
@@ -177,12 +177,12 @@ kinds = st.one_of(
 
 
 def put_there(root: Path, place: str, name: str, kind: tuple[str, object]) -> None:
-    """Make or change one thing. Nothing is ever done by way of a link, nor to what is there but by mode and time."""
+    """Create or change one entry. Links are not followed, and of existing files only mode and time change."""
     parent, path = root / place, root / place / name
     what, detail = kind
     if parent.is_symlink() or path.is_symlink() or (what in {"mode", "mtime"}) != path.exists():
         return
-    with suppress(OSError):  # a file may be where a directory should
+    with suppress(OSError):  # a file may be in the place of a directory
         parent.mkdir(exist_ok=True)
         if what == "file":
             path.write_bytes(detail)  # type: ignore[arg-type]
@@ -274,6 +274,6 @@ def open_fds() -> int:
 
 
 def records_of_other_kinds(paths: set[Path]) -> set[Path]:
-    """A link, a pipe or a socket by a record's name: a record put takes its place."""
+    """A link, a pipe or a socket with the name of a record is replaced by a put."""
     ours = {key_of(number).hex() for number in range(len(LENGTHS))}
     return {path for path in paths if path.name in ours}

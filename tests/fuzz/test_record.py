@@ -1,4 +1,4 @@
-"""Any bytes for a record: what was sealed, to the byte, or ChunkCorruptError; in bounded memory."""
+"""Any bytes read as a record give the sealed content or a ChunkCorruptError, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = RecordFormat(
 )
 CIPHER = RecordCipher([bytes(range(32))])
 MAX_BYTES = 1 << 20
-"""That a record of some 14 KiB may cost, whatever it claims to be."""
+"""Memory limit for parsing a record of about 14 KiB, whatever its header claims."""
 
 
 def sealed(number: int, payload_bytes: int = 10_000) -> bytes:
@@ -68,7 +68,7 @@ changes = st.lists(damages(OTHERS), max_size=4)
 
 
 def in_pieces(data: bytes, size: int = PAGE) -> Iterator[memoryview]:
-    """As a file is read: one buffer, overwritten each time."""
+    """Pieces in one reused buffer, like those of a file that is read."""
     scratch = bytearray(size)
     for start in range(0, len(data), size):
         piece = data[start : start + size]
@@ -77,7 +77,7 @@ def in_pieces(data: bytes, size: int = PAGE) -> Iterator[memoryview]:
 
 
 def accepts(parse: Callable[[memoryview], object], data: bytes) -> bool:
-    """Whether there is no ChunkCorruptError; any other error is raised."""
+    """Whether no ChunkCorruptError is raised; other errors propagate."""
     try:
         parse(memoryview(data))
     except ChunkCorruptError as error:
@@ -90,7 +90,7 @@ def accepts(parse: Callable[[memoryview], object], data: bytes) -> bool:
 
 
 def check_parsers(data: bytes) -> None:
-    """Each says what it says, or ChunkCorruptError. A proof is of our bytes, whatever is behind them."""
+    """Each parser returns its content or raises ChunkCorruptError. A proof ignores the bytes after it."""
     accepts(peek_sizes, data)
     accepts(read_header, data)
     if accepts(lambda _: prove(in_pieces(data), key=key_of(1)), data):
@@ -99,7 +99,7 @@ def check_parsers(data: bytes) -> None:
 
 
 def _without_secrets(record: bytes) -> bytes:
-    """Without the key's id, the nonce and the tag: only the key's owner can tell whether they are right."""
+    """Fields without key id, nonce and tag, which only the owner of the key can verify."""
     if not is_encrypted(memoryview(record)):
         return record
     return record[:26] + record[58:74] + record[ENVELOPE_BYTES:]
@@ -177,7 +177,7 @@ forged = st.one_of(
     st.dictionaries(names, deep).map(msgpack.packb),
     deep.map(msgpack.packb),
     st.binary(max_size=500),
-    # Lengths that are not there: 4 GiB of text, of bytes, of an array, of a map, of an extension.
+    # Lengths beyond the end: 4 GiB of text, of bytes, of an array, of a map, of an extension.
     st.sampled_from([b"\xdb", b"\xc6", b"\xdd", b"\xdf", b"\xc9"]).map(
         lambda mark: mark + b"\xff\xff\xff\xf0"
     ),
@@ -186,7 +186,7 @@ forged = st.one_of(
 
 
 def test_any_fields_under_a_right_checksum() -> None:
-    """Whoever can write to a tier can compute a header's checksum as well."""
+    """A writer of a tier can compute the checksum of a header too."""
 
     @effort
     @given(forged, st.sampled_from([0, 1, 4096, 10_000, 1 << 34]), st.booleans())
@@ -211,7 +211,7 @@ def test_any_fields_under_a_right_checksum() -> None:
             header[header_module.CHECKSUM] = header_module.header_checksum(header)
         with bounded_memory(MAX_BYTES):
             check_parsers(bytes(data))
-            with pytest.raises(ChunkCorruptError):  # its payload is zeros, and its header is longer than ours
+            with pytest.raises(ChunkCorruptError):  # its payload is zeros, and its header is longer
                 verify(memoryview(data), **WANTED)
 
     keep_at_it(check)
@@ -237,7 +237,7 @@ def test_any_change_of_an_encrypted_record() -> None:
             except ChunkCorruptError:
                 assert data != OURS_ENCRYPTED
                 return
-        # The envelope's checksum is for those without the key, and not under the tag.
+        # The envelope's checksum is for readers without the key, and not covered by the tag.
         assert bytes(into) == OURS, "other bytes were taken for ours"
 
     keep_at_it(check)

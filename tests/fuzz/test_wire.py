@@ -1,4 +1,4 @@
-"""Any bytes at either end of the lookup socket: a closed connection or a miss, others are served on."""
+"""Any bytes at either end of the lookup socket cause a closed connection or a miss; other clients are still served."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ conversations = st.lists(messages, min_size=1, max_size=6).map(b"".join)
 
 
 class Engine:
-    """Has every key."""
+    """An engine that has every key."""
 
     async def lookup_keys(self, keys, *, lookup_id=None):
         del lookup_id
@@ -133,14 +133,14 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def served():
-    """A real server on a thread of its own."""
+    """A real server on its own thread."""
 
     async def clear(epoch: int, memory_only: bool) -> int:
         assert isinstance(epoch, int)
         assert isinstance(memory_only, bool)
         return 0
 
-    directory = Path(tempfile.mkdtemp(prefix="lma"))  # a socket's path is short
+    directory = Path(tempfile.mkdtemp(prefix="lma"))  # the path of a socket is limited
     path = directory / "s"
     loop = LoopThread("fuzzed")
     server = LookupServer(Engine(), IDENTITY, path, clear=clear)
@@ -159,7 +159,7 @@ def connected(path: Path) -> socket.socket:
 
 
 def converse(path: Path, data: bytes) -> bytes:
-    """Everything that the server says to these bytes; it must hang up once it has had them all."""
+    """Send the bytes and return all data from the server, which must then close the connection."""
     with connected(path) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
@@ -212,9 +212,7 @@ def test_the_server_outlives_any_conversation(served):
     "mark", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"], ids=["list", "map", "text", "bytes", "ext"]
 )
 def test_sizes_from_outside_allocate_nothing(served, mark):
-    claimed = (1 << 20).to_bytes(
-        4, "big"
-    )  # no more than the message has bytes: msgpack's own bound lets it pass
+    claimed = (1 << 20).to_bytes(4, "big")  # msgpack's own limit, the size of the message, allows it
     bomb = framed((mark + claimed) * 40 + bytes(1 << 20))
     check_still_serving(served)
     tracemalloc.start()
@@ -247,7 +245,7 @@ class Changes(list):
 
 
 async def hear(data: bytes) -> RankConnection:
-    """A link that was told these bytes, the answer to its `hello` among them or not."""
+    """Return a link that received these bytes, possibly with the answer to its `hello`."""
     ours, theirs = socket.socketpair()
     link = RankConnection(0, Path("/fuzzed"), Changes())
     try:
@@ -268,7 +266,7 @@ def test_the_client_outlives_whatever_a_server_says():
     def check(data):
         link = asyncio.run(hear(data))
 
-        assert link.identity is None  # the connection is lost by now
+        assert link.identity is None  # the connection is lost
         assert not link._waiting
 
     keep_at_it(check)
@@ -289,7 +287,7 @@ def test_the_client_believes_no_identity_but_a_whole_one():
 
 
 class Rank:
-    """A link whose rank answers what it was given."""
+    """A link whose rank sends given answers."""
 
     def __init__(self, replies):
         self.replies = iter(replies)

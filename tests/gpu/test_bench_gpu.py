@@ -1,4 +1,4 @@
-"""`lmcache-async bench gpu` on a GPU, in small."""
+"""`lmcache-async bench gpu` on a GPU, with small sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU copier on a GPU: every layout, and its place among the model's streams."""
+"""The GPU copier on a GPU: every layout, and its ordering relative to the model's streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.caches import check_copier, check_rows_of_two_sizes, job_of
 pytestmark = pytest.mark.gpu
 
 SPIN_CYCLES = 400_000_000
-"""A kernel of some 200 ms: far longer than the host takes to ask for everything behind it."""
+"""A kernel of about 200 ms, far longer than the host takes to enqueue everything after it."""
 
 FORMS = [CacheForm(order=order) for order in VLLM_ORDERS]
 FORMS += [CacheForm(order=order, granularity="token") for order in SLOT_ORDERS]
@@ -104,7 +104,7 @@ async def test_a_store_behind_a_long_kernel_reads_the_final_values():
         written = torch.cuda.Event()
         written.record()
         fence = copier.fence()
-        assert not written.query()  # taking a fence waited for nothing
+        assert not written.query()  # taking a fence did not block
         await copier.gather([job], fence)
 
     assert (job.payload.view(np.float32) == 7.0).all()
@@ -119,11 +119,11 @@ async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():
 
         torch.cuda._sleep(SPIN_CYCLES)
         for tensor in cache.tensors:
-            tensor.zero_()  # as vLLM zeroes new blocks; a load that came before would be lost
+            tensor.zero_()  # as vLLM zeroes new blocks; an earlier load would be lost
         await copier.scatter([job], copier.fence())
         sums = [
             tensor.sum(dim=(1, 2, 3)) for tensor in cache.tensors
-        ]  # on the model's stream, no synchronisation
+        ]  # on the model's stream, without synchronization
 
     row = float(3 * cache.tensors[0][0].numel())
     assert all(total.tolist() == [0, 0, row, 0, row, 0] for total in sums)

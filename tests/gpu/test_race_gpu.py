@@ -1,4 +1,4 @@
-"""A short race run on a GPU, and the calls of CUDA that the profile counts."""
+"""A short race run on a GPU, and the CUDA calls counted by the profile."""
 
 from __future__ import annotations
 

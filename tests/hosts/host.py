@@ -1,6 +1,6 @@
-"""One host: a process, with or without a network of its own, that runs servers and an engine.
+"""One host: a process with servers and an engine, with or without its own network namespace.
 
-It reads operations from a socket, one per line, and answers each with a line. At the end of the input it ends.
+It reads operations from a socket, one per line, and answers each with a line. It exits at the end of the input.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.valkey_servers import Server
 CHUNK, CHUNKS = 8, 5
 PROMPT = CHUNK * CHUNKS
 STORE_S = RETRIEVE_S = 1.0
-"""The engine's deadlines."""
+"""Timeouts of the engine."""
 
 
 class Host:
-    """Each public method is an operation."""
+    """Operations of a host: its public methods."""
 
     def __init__(self) -> None:
         self.rig = Rig(layers=4, head_dim=64, slabs=60)  # records of 36 KiB
@@ -35,24 +35,24 @@ class Host:
         self._engine: CacheEngine | None = None
 
     async def serve(self, options: list[str]) -> int:
-        """Start a Valkey that takes connections from everywhere; its port."""
+        """Start a Valkey that accepts connections from all addresses, and return its port."""
         server = Server("--protected-mode", "no", *options)
         self._servers[server.port] = server
         server.start()
         return server.port
 
     async def ask(self, port: int, words: list[str | int]) -> Any:
-        """The answer of a server on this host to a command."""
+        """Send a command to a server on this host and return the answer."""
         reply = self._servers[port].ask(*words)
         return reply.decode() if isinstance(reply, bytes) else reply
 
     async def open(self, tier: dict[str, Any]) -> None:
-        """Open an engine over that tier alone."""
+        """Open an engine with only this tier."""
         settings = {"store.timeout_s": STORE_S, "retrieve.timeout_s": RETRIEVE_S, "tiers": [tier]}
         self._engine = await self._opened.enter_async_context(self.rig.open(**settings))
 
     async def store(self, numbers: list[int]) -> dict[str, Any]:
-        """Store these prompts, then wait until the tier has what it takes."""
+        """Store these prompts, then wait until the tier has finished its writes."""
         latest = 0.0
         for number in numbers:
             tokens = prompt(number)
@@ -64,7 +64,7 @@ class Host:
         return {"latest": latest}
 
     async def read(self, numbers: list[int]) -> dict[str, Any]:
-        """Retrieve these prompts: tokens that came, prompts of which something wrong came, the slowest in seconds."""
+        """Retrieve these prompts. Return hit tokens, number of prompts with wrong content, and the longest time in s."""
         latest, hit_tokens, wrong = 0.0, 0, []
         slots = range(PROMPT, 2 * PROMPT)
         for number in numbers:
@@ -80,7 +80,7 @@ class Host:
         return {"latest": latest, "hit_tokens": hit_tokens, "wrong": wrong}
 
     async def counts(self) -> dict[str, int]:
-        """Counts of misses, drops and errors of the engine's tier, by name."""
+        """Return the counts of misses, drops and errors of the engine's tier, by name."""
         return dict(self.engine.statistics().counts)
 
     @property
@@ -89,7 +89,7 @@ class Host:
         return self._engine
 
     async def close(self) -> None:
-        """End the engine and kill the servers; others can be started and opened then."""
+        """Close the engine and kill the servers; new ones can be started afterwards."""
         try:
             await self._opened.aclose()
         finally:
@@ -117,9 +117,9 @@ async def run(channel: socket.socket) -> None:
 
 
 def main(channel: socket.socket, address: str = "") -> None:
-    """Run a host until `channel` is closed; with an address, in network namespaces of its own."""
+    """Run a host until `channel` is closed, in its own network namespaces if an address is given."""
     os.setsid()  # its servers are killed together with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
     if address:
         tun.enter_namespace()
         device = tun.make(address)

@@ -1,4 +1,4 @@
-"""How the way between two hosts is: what a network between machines does, and one between processes does not."""
+"""Properties of the network between two hosts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of the way.
+    """One direction of a connection between hosts.
 
     Attributes:
-        delay_s: What everything takes at least, in seconds.
-        jitter_s: What some of it takes longer, at most.
-        loss: The share of packets that never arrive.
+        delay_s: Minimum delay, in seconds.
+        jitter_s: Maximum additional delay of some packets, in seconds.
+        loss: Fraction of packets that are lost.
     """
 
     delay_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Three hosts and what is between them: namespaces and a wire of packets, or processes and proxies."""
+"""Three hosts and their network: namespaces and simulated packets, or processes and proxies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER_S = 120.0
 
 
 class RemoteHost:
-    """The other end of a `host.Host`; with an address, in namespaces of its own."""
+    """Remote control of a `host.Host`, in its own namespaces if an address is given."""
 
     def __init__(self, address: str = "") -> None:
         self.channel, theirs = socket.socketpair()
@@ -36,7 +36,7 @@ class RemoteHost:
         self._left = b""
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """An operation, and its answer."""
+        """Call an operation and return its answer."""
         self.begin(operation, **arguments)
         return self.end()
 
@@ -55,7 +55,7 @@ class RemoteHost:
         return json.loads(line)
 
     def close(self) -> None:
-        """Let it end, then see to it that it has, with all that it started."""
+        """Close the channel, then make sure that the host and its children have ended."""
         self.channel.close()
         try:
             self._process.join(30)
@@ -83,38 +83,38 @@ class Network(ABC):
 
     @abstractmethod
     def address(self, host: str) -> str:
-        """The address that the host's servers have."""
+        """Return the address of the host's servers."""
 
     @abstractmethod
     def way(self, host: str, port: int, *, origin: str = "") -> tuple[str, int]:
-        """Where the other hosts find that port.
+        """Return the address at which other hosts reach a port.
 
         Args:
-            host: Whose port it is.
-            port: It.
-            origin: The host that alone goes this way; it cannot when it is cut off itself. Else any.
+            host: Host of the server.
+            port: Port of the server.
+            origin: The only host that uses this address, so it fails when that host is cut off. None for any host.
         """
 
     @abstractmethod
     def become(self, link: Link, cut: Sequence[str] = ()) -> None:
-        """From now on every way is like this, and there is none to the hosts that are cut off."""
+        """Set the properties of all connections, and cut some hosts off."""
 
     @abstractmethod
     def isolates(self, host: str) -> bool:
-        """Whether cutting the host off keeps anything from anybody."""
+        """Whether a host that is cut off is really unreachable."""
 
     @property
     @abstractmethod
     def lost(self) -> int:
-        """Packets, or pieces, that were lost."""
+        """Return the number of lost packets or pieces."""
 
     def forget_ways(self) -> None:
-        """The servers that they lead to have ended."""
+        """Forget all addresses after their servers have ended."""
 
     def all(
         self, operation: str, arguments: Callable[[str], Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """An operation of all hosts at the same time; the answers."""
+        """Call an operation of all hosts concurrently and return the answers."""
         for name, host in self.hosts.items():
             host.begin(operation, **(arguments(name) if arguments else {}))
         return {name: host.end() for name, host in self.hosts.items()}
@@ -125,7 +125,7 @@ class Network(ABC):
 
 
 class Namespaces(Network):
-    """Each host has a network namespace of its own; what they send one another are packets on a wire."""
+    """Hosts with their own network namespaces, which exchange packets."""
 
     def __init__(self, seed: int) -> None:
         self.hosts = {}
@@ -168,7 +168,7 @@ class Namespaces(Network):
 
 
 class OneMachine(Network):
-    """All hosts are processes of this machine; the ways to their servers lead through proxies."""
+    """Hosts that are processes of this machine; connections to their servers go through proxies."""
 
     def __init__(self, seed: int) -> None:
         self._proxies = Proxies(seed)
@@ -212,4 +212,4 @@ NETWORKS: Mapping[str, Callable[[int], Network]] = {
     "proxies": OneMachine,
     **({"namespaces": Namespaces} if tun.possible() else {}),
 }
-"""Those that can be had here, by name; each is made from a seed."""
+"""Networks that this machine supports, by name; each is created from a seed."""

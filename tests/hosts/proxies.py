@@ -1,6 +1,6 @@
-"""Ways to servers through this process, for machines without namespaces: late, with stalls, and cut.
+"""Proxies for machines without namespaces: delays, stalls and cuts.
 
-What TCP makes of a lost packet is a stall: a piece that is lost here comes `STALL_S` later, and all behind it with it.
+With TCP a lost packet is a stall: a piece that is lost here arrives `STALL_S` later, and so does everything after it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from lmcache_async.engine.loop import LoopThread
 from tests.hosts.link import Link
 
 STALL_S = 0.2
-"""What Linux waits at least before it sends a packet again."""
+"""Minimum retransmission timeout of Linux."""
 _PIECE = 9000
 
 
 class Proxies:
-    """Ways to ports of this machine. All of them are served by one thread.
+    """Proxies to ports of this machine, all served by one thread.
 
     Attributes:
-        link: How each way is now.
-        cut: The hosts to which nothing passes, and from which on ways of their own.
+        link: Current properties of each connection.
+        cut: Hosts that are cut off, as destinations and as origins.
     """
 
     def __init__(self, seed: int) -> None:
@@ -35,7 +35,7 @@ class Proxies:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, hosts: frozenset[str], port: int) -> int:
-        """The port of a new way to that port; nothing passes while one of these hosts is cut off."""
+        """Open a proxy to a port and return the proxy's port. It passes no data while one of these hosts is cut off."""
         return self._loop.submit(self._open(hosts, port)).result(30)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Proxies:
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(
                 lambda _: writer.transport.abort()
-            )  # cancelled before it began, it aborts nothing
+            )  # a task cancelled before its start aborts nothing
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         self._servers.append(server)
@@ -88,7 +88,7 @@ class Proxies:
     async def _pump(
         self, hosts: frozenset[str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Pieces in order, each after its time; several are on their way at once."""
+        """Forward pieces in order, each after its delay; several are in transit at once."""
         loop = asyncio.get_running_loop()
         way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
 

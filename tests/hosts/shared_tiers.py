@@ -1,4 +1,4 @@
-"""The tiers that hosts share: each sets up its servers on a network, and says what each host's config is."""
+"""Shared tiers: each starts its servers on a network and returns the settings of each host."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.hosts.networks import HOSTS, Network
 from tests.support.processes import free_port, wait_until
 
 Tiers = dict[str, dict[str, Any]]
-"""The tier's settings by host."""
+"""Settings of the tier by host."""
 
 USUAL = {
     "timeout_s": 2,
     "layers": ["metrics", "retry", {"name": "breaker", "pause_s": 0.5, "max_pause_s": 0.5}, "deadline"],
 }
-"""The usual layers, but a tier that hangs is soon given up, and tried again soon."""
+"""The usual layers, with a circuit breaker that opens and retries soon."""
 
 
 def valkey(network: Network) -> Tiers:
@@ -36,7 +36,7 @@ def valkey_cluster(network: Network) -> Tiers:
 
 
 class Cluster:
-    """Three masters; their own talk goes past the proxies, where there are any."""
+    """Three masters; their cluster bus bypasses the proxies."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -53,7 +53,7 @@ class Cluster:
             self._ask(host, "CONFIG", "SET", "cluster-announce-bus-port", str(self._buses[host]))
 
     def join(self) -> None:
-        """Give them slots and make them known to one another."""
+        """Assign slots and introduce the masters to one another."""
         for index, host in enumerate(HOSTS):
             self._ask(host, "CLUSTER", "ADDSLOTSRANGE", 16384 * index // 3, 16384 * (index + 1) // 3 - 1)
         for host in HOSTS[1:]:

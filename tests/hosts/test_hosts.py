@@ -1,7 +1,7 @@
-"""Three hosts share a tier over a bad network: no wrong bytes, no call later than its deadline, hits when it is mended.
+"""Three hosts share a tier over an unreliable network: no wrong bytes, no late call, and hits after recovery.
 
-Where this machine lets us make network namespaces, packets are delayed and lost between them; everywhere, through
-proxies in this process. `tests.hosts.networks` says which there are.
+If this machine permits network namespaces, packets are delayed and lost between them. On every machine, connections
+go through proxies in this process. `tests.hosts.networks` lists the available networks.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ def test_a_bad_network_costs_hits_alone(networks: Mapping[str, Network], tier: s
     for name, outcome in outcomes.items():
         assert outcome.problems == [], name
         assert outcome.counts["packets lost"] > 0, name
-        # When a host was cut off, hits were missing, or that is a problem too.
+        # If a host was cut off, hits must be missing; otherwise the cut had no effect.
         assert outcome.counts["hosts cut off"] > 0, name

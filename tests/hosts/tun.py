@@ -1,7 +1,7 @@
-"""A network device whose packets come out of a file, made in a network namespace of our own.
+"""A network device whose packets are read from a file, in its own network namespace.
 
-Needs no `ip` and no `tc`: only user namespaces and /dev/net/tun, which not every machine gives to all users. Not
-every kernel has the queue that delays and loses packets (sch_netem), so whoever reads that file does it.
+It needs neither `ip` nor `tc`, only user namespaces and /dev/net/tun, which not every machine permits. Not every
+kernel has the queue that delays and loses packets (sch_netem), so the reader of the file does this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IFF_UP = 0x1
 
 
 def possible() -> bool:
-    """Whether a namespace with such a device can be made here."""
+    """Whether this machine permits a namespace with such a device."""
     code = "from tests.hosts import tun; tun.enter_namespace(); tun.make('10.9.0.1')"
     probe = (sys.executable, "-c", code)
     return not subprocess.run(probe, cwd=_ROOT, capture_output=True, timeout=30, check=False).returncode
@@ -40,7 +40,7 @@ def possible() -> bool:
 def enter_namespace() -> None:
     """Move this process, which has one thread, into new user and network namespaces.
 
-    It is root there, of a network that has only a loopback, which is down.
+    The process is root there. The network has only a loopback device, which is down.
     """
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
@@ -50,7 +50,7 @@ def enter_namespace() -> None:
 
 
 def make(address: str) -> int:
-    """The device's file, of a device that is up and has that address in a network of 255."""
+    """Return the file of a new device that is up and has this address in a /24 network."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TUN | _IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

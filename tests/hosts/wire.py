@@ -1,4 +1,4 @@
-"""Carries packets between the devices of several hosts: late, out of order, and not all of them."""
+"""Forwards packets between the devices of several hosts, with delay, reordering and loss."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from random import Random
 from tests.hosts.link import Link
 from tests.hosts.tun import MTU
 
-_ADDRESS = slice(16, 20)  # the destination in a packet of IPv4
+_ADDRESS = slice(16, 20)  # the destination in an IPv4 packet
 
 
 class Wire:
-    """A thread that reads each device and writes to the one that a packet is for.
+    """A thread that reads all devices and writes each packet to its destination.
 
     Args:
-        devices: The files of the devices by address; they are closed in the end.
-        seed: Of what is lost, and of what takes longer.
+        devices: Files of the devices by address; they are closed at the end.
+        seed: Seed of losses and delays.
 
     Attributes:
-        link: How the way is now.
-        cut: Addresses, as packets have them, that nothing reaches and nothing leaves.
-        carried: Packets that arrived.
-        lost: Packets that did not.
+        link: Current properties of the connections.
+        cut: Addresses, as in packets, that are cut off.
+        carried: Number of packets delivered.
+        lost: Number of packets lost.
     """
 
     def __init__(self, devices: Mapping[str, int], seed: int) -> None:
@@ -69,7 +69,7 @@ class Wire:
                 self._deliver()
 
     def _take(self, device: int) -> None:
-        """All packets that are there."""
+        """Read all available packets."""
         while True:
             try:
                 packet = os.read(device, MTU)
@@ -77,7 +77,7 @@ class Wire:
                 return
             target = self._devices.get(packet[_ADDRESS])
             if target is None:
-                continue  # no packet of IPv4, or to nobody
+                continue  # not IPv4, or no such destination
             ends = {self._addresses[device], self._addresses[target]}
             link = self.link
             if ends & self.cut or self._dice.random() < link.loss:

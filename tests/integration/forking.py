@@ -1,4 +1,4 @@
-"""Have vLLM fork its engine and its workers, as it does with a GPU.
+"""Make vLLM fork its engine and its workers, as it does with a GPU.
 
 On a CPU it spawns them, and each one spends ten seconds of CPU on importing vLLM.
 """

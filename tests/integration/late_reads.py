@@ -1,4 +1,4 @@
-"""A layer under which reads of chosen records never end by themselves, as on a disk that hangs."""
+"""A layer in which reads of chosen records block until they are cancelled, as on a disk that hangs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LateReads(Layer):
         if call.verb is Verb.GET_MANY:
             late = Path(self.options.names).read_text().split()  # noqa: ASYNC240 - a few bytes, in tests
             if any(key.hex() in late for key in call.keys):
-                await asyncio.get_running_loop().create_future()  # until the deadline of the tier
+                await asyncio.get_running_loop().create_future()  # until the tier's deadline
         return await next(call)
 
 
 def install(directory: Path) -> dict[str, Any]:
-    """Write the metadata of a distribution with the layer, for the path of an engine. Return the layer's options."""
+    """Write the metadata of a distribution with the layer into an engine's path. Return the layer's options."""
     metadata = directory / "late_reads-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late-reads\nVersion: 1\n")

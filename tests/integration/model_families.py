@@ -1,4 +1,4 @@
-"""Very small models of other families than Llama, with random weights of real scale.
+"""Very small models of families other than Llama, with random weights of realistic scale.
 
 Each output depends on every part of the prompt, as with the Llama of the demo.
 """
@@ -33,7 +33,7 @@ _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernor
 
 IMAGE_SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(VOCABULARY, VOCABULARY + 4)
-IMAGE_VOCABULARY = VOCABULARY + len(IMAGE_SPECIAL)  # tokens of a text mean no image
+IMAGE_VOCABULARY = VOCABULARY + len(IMAGE_SPECIAL)  # token ids of a text are below the image tokens
 PATCH, MERGE = 14, 2
 IMAGE_SIDE = 12 * PATCH * MERGE  # pixels; an image becomes 12 * 12 tokens
 IMAGE_TOKENS = (IMAGE_SIDE // (PATCH * MERGE)) ** 2
@@ -106,7 +106,7 @@ class Weights:
         parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         more: Sequence[str] = (),
     ) -> None:
-        """A mixture of experts, with a router `gate`."""
+        """A mixture of experts with the router `gate`."""
         self.linear(f"{name}.gate", EXPERTS, HIDDEN)
         for part in more:
             self.linear(f"{name}.{part}", 1, HIDDEN)
@@ -114,7 +114,7 @@ class Weights:
             self.mlp(f"{name}.experts.{expert}", size=EXPERT_SIZE, parts=parts)
 
     def fused_experts(self, name: str, *, bias: bool = False) -> None:
-        """The experts of a layer in two tensors, which are transposed."""
+        """The experts of a layer in two transposed tensors."""
         self.normal(f"{name}.gate_up_proj", EXPERTS, HIDDEN, 2 * EXPERT_SIZE, scale=1 / math.sqrt(HIDDEN))
         self.normal(f"{name}.down_proj", EXPERTS, EXPERT_SIZE, HIDDEN, scale=0.5 / math.sqrt(EXPERT_SIZE))
         if bias:
@@ -124,7 +124,7 @@ class Weights:
     def attention(
         self, name: str, *, kv_heads: int = HEADS, norm: float | None = None, bias: bool = False
     ) -> None:
-        """Attention whose scores differ, with norms of queries and keys if there is a value for them."""
+        """Attention with distinct scores, and with norms of queries and keys if a value is given for them."""
         gain = 2.2 if norm is None else 1.0
         for part, heads, scale in (
             ("q_proj", HEADS, gain),
@@ -221,7 +221,7 @@ def _image_config() -> dict[str, object]:
 
 
 def write_tokenizer(directory: Path, special: tuple[str, ...] = ()) -> None:
-    """One token for each word `t<id>`, and the special ones after them."""
+    """Write a tokenizer with one token for each word `t<id>` and the special tokens after them."""
     words = {f"t{token}": token for token in range(VOCABULARY)}
     words |= {name: token for token, name in enumerate(special, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
@@ -240,12 +240,12 @@ def write_tokenizer(directory: Path, special: tuple[str, ...] = ()) -> None:
 
 
 def make_llama(directory: Path) -> Path:
-    """Write the Llama that most tests use: the demo's, smaller and without a tokenizer."""
+    """Write the Llama that most tests use: the demo's, but smaller and without a tokenizer."""
     return make_model(directory, None, size=LLAMA, seed=1)
 
 
 def make_embedding_model(directory: Path) -> Path:
-    """Write the small Llama with a tokenizer, without which vLLM starts no pooling model."""
+    """Write the small Llama with a tokenizer, which vLLM requires for a pooling model."""
     make_llama(directory)
     write_tokenizer(directory)
     return directory
@@ -326,7 +326,7 @@ def make_phi3(directory: Path) -> Path:
 
 
 def make_gemma2(directory: Path) -> Path:
-    """Write a Gemma 2: a sliding window in every other layer, which ends inside a block, and capped scores."""
+    """Write a Gemma 2: capped scores, and in every other layer a sliding window that ends inside a block."""
     weights = Weights(seed=11)
     for name in weights.decoder(layers=4, norms=_GEMMA_NORMS, norm=0.0, tied=True):
         weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
@@ -377,7 +377,7 @@ def make_gpt_oss(directory: Path) -> Path:
 
 
 def make_llama4(directory: Path) -> Path:
-    """Write a Llama 4: three layers of chunked local attention, then one without positions that sees everything."""
+    """Write a Llama 4: three layers of chunked local attention, then one of full attention without positions."""
     weights, layers = Weights(seed=13), 4
     for index, name in enumerate(weights.decoder(layers=layers)):
         weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
@@ -407,7 +407,7 @@ def make_llama4(directory: Path) -> Path:
 
 
 def make_mla_model(directory: Path) -> Path:
-    """Write a DeepSeek-V2 whose layers are all dense. vLLM's kernel for CPUs wants latents of 512 and 64 numbers."""
+    """Write a DeepSeek-V2 with dense layers only. vLLM's CPU kernel requires latents of 512 and 64 numbers."""
     latent, rope, nope, value = 512, 64, 64, 64
     weights = Weights(seed=3)
     for name in weights.decoder():
@@ -439,7 +439,7 @@ def make_mla_model(directory: Path) -> Path:
 def make_sliding_window_model(
     directory: Path, *, pattern: str = "wwf", repeats: int = 1, window: int = WINDOW, max_tokens: int = 4096
 ) -> Path:
-    """Write a Gemma 3 of layers with a sliding window (w) and layers that see everything (f), so many times."""
+    """Write a Gemma 3 with the given numbers of layers with a sliding window (w) and with full attention (f)."""
     types = {"w": "sliding_attention", "f": "full_attention"}
     weights, layers = Weights(seed=4), len(pattern) * repeats
     for name in weights.decoder(layers=layers, norms=_GEMMA_NORMS, norm=0.0, tied=True):
@@ -574,7 +574,7 @@ def make_recurrent_model(directory: Path) -> Path:
 
 
 def _write(directory: Path, weights: Weights, architecture: str, model_type: str, **own: object) -> Path:
-    """Write the weights and the config: the keys of this family over those that all have."""
+    """Write the weights and the config: the common keys, updated with those of this family."""
     config = {
         "architectures": [architecture],
         "model_type": model_type,

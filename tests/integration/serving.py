@@ -37,19 +37,19 @@ STARTUP = "from tests.integration import forking\n\nforking.fork_instead_of_spaw
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_ASYNC_ARENA__MAX_BYTES": "512MiB",
-    "LMCACHE_ASYNC_VLLM__LOOKUP_TIMEOUT_S": "10",  # the machine may be busy, and these tests are about hits
+    "LMCACHE_ASYNC_VLLM__LOOKUP_TIMEOUT_S": "10",  # the machine may be busy, and these tests need hits
     "LMCACHE_ASYNC_VLLM__LOAD_POLICY": "always",
     "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for half a minute
+    "TORCH_COMPILE_DISABLE": "1",  # it would spend half a minute on compiling the ranks of log-probabilities
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # or its own prefix cache could not be emptied
+    "VLLM_SERVER_DEV_MODE": "1",  # required to reset vLLM's prefix cache
 }
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a process that runs the command `vllm`, or imports it as its user does.
+    """Return the environment of a process that runs the command `vllm` or imports it.
 
     Args:
         directory: For modules that the process imports.
@@ -60,7 +60,7 @@ def environment(directory: Path) -> dict[str, str]:
         importlib.metadata.version("vllm")
     except (
         importlib.metadata.PackageNotFoundError
-    ):  # the CPU build has another name, and its command asks for this one
+    ):  # the CPU build has another name, and its command looks up this one
         metadata = directory / "vllm-0.dist-info"
         metadata.mkdir(exist_ok=True)
         version = importlib.metadata.version("vllm-cpu")
@@ -92,7 +92,7 @@ class Serving:
 
     @property
     def loaded_tokens(self) -> float:
-        """Tokens loaded by the connector so far, from the counter that the quickstart names."""
+        """Tokens loaded by the connector so far, from the counter named in the quickstart."""
         found = re.search(
             r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", self.get("/metrics"), re.MULTILINE
         )
@@ -113,10 +113,10 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(command: str, directory: Path, *more: str, kv_events: bool = True) -> Iterator[Serving]:
-    """Run the quickstart's command with additional options, on a port of its own.
+    """Run the quickstart's command with additional options, on its own port.
 
     Args:
-        kv_events: Publish KV events; vLLM refuses an `ipc` endpoint with data parallelism.
+        kv_events: Publish KV events; vLLM rejects an `ipc` endpoint with data parallelism.
     """
     port, log = free_port(), directory / "server.log"
     events = f"ipc://{directory}/events"

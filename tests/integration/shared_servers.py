@@ -1,4 +1,4 @@
-"""Servers of tiers that several engines share, with one interface to start, kill, hang and stop them."""
+"""Servers of shared tiers, with one interface to start, kill, hang and stop them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
 from tests.support.valkey_servers import Server
 
 PATIENCE_S = 60.0
-"""Timeouts of the tiers themselves, far longer than the deadlines of the engine whose server hangs."""
+"""Timeouts of the tiers, far longer than the deadlines of the engine whose server hangs."""
 TIMEOUTS = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), PATIENCE_S)
 
 
@@ -31,23 +31,23 @@ class SharedServer(Protocol):
     tier: dict[str, Any]
 
     def start(self) -> None:
-        """Start it, also after a kill, and wait until it serves."""
+        """Start the server, also after a kill, and wait until it is ready."""
 
     def kill(self) -> None:
         """Send SIGKILL."""
 
     def hang(self) -> None:
-        """Stop answering, with connections kept open, until it is killed."""
+        """Stop answering without closing connections, until the server is killed."""
 
     def stop(self) -> None:
-        """Stop it and remove its files."""
+        """Stop the server and remove its files."""
 
 
 class ValkeyShared(SharedServer):
-    """One Valkey server. It loses its records when it is killed."""
+    """One Valkey server. Its records are lost when it is killed."""
 
     def __init__(self, directory: Path) -> None:
-        del directory  # it makes one of its own
+        del directory  # it creates its own
         self._server = Server()
         self.tier = {"name": "valkey", "url": self._server.tcp_url, **TIMEOUTS}
 
@@ -78,7 +78,7 @@ class S3Shared(SharedServer):
             "allow_http": True,
             "access_key_id": ACCESS_KEY_ID,
             "secret_key": SECRET_KEY,
-            "part_bytes": "256KiB",  # a chunk is 516 KiB: it is read in parts
+            "part_bytes": "256KiB",  # a chunk has 516 KiB, so it is read in parts
             "connect_timeout_s": PATIENCE_S,
             "request_timeout_s": PATIENCE_S,
         }
@@ -101,7 +101,7 @@ class S3Shared(SharedServer):
 
 
 class MooncakeShared(SharedServer):
-    """Mooncake's master and a process with memory. Both are killed together and lose their records."""
+    """Mooncake's master and a process with memory. Both are killed together, and their records are lost."""
 
     def __init__(self, directory: Path) -> None:
         self._pool = MooncakePool(directory)
@@ -122,7 +122,7 @@ class MooncakeShared(SharedServer):
 
 
 class Daemon:
-    """`lmcache-async serve`, for one host. It loses its records when it is killed.
+    """`lmcache-async serve`, for one host. Its records are lost when it is killed.
 
     Args:
         directory: A short path, for its socket.
@@ -154,10 +154,10 @@ class Daemon:
 
 
 class HostShared(SharedServer):
-    """The daemon of a host."""
+    """The daemon of one host."""
 
     def __init__(self, directory: Path) -> None:
-        del directory  # its path may be too long for a socket's
+        del directory  # its path may be too long for a socket
         self._directory = Path(tempfile.mkdtemp(prefix="lmca-"))
         self._daemon = Daemon(self._directory)
         self.tier = {"name": "host", "socket": str(self._daemon.socket), **TIMEOUTS}
@@ -182,4 +182,4 @@ SERVERS: Mapping[str, Callable[[Path], SharedServer]] = {
     "mooncake": MooncakeShared,
     "host": HostShared,
 }
-"""Servers by the name of their tier. Each is made with a directory of its own."""
+"""Servers by the name of their tier. Each has its own directory."""

@@ -1,4 +1,4 @@
-"""The proxy of the example between real HTTP servers that note what they are asked."""
+"""The example's proxy between real HTTP servers that record requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLD = {"lmcache_async": {"version": 1, "tokens": 32}}
 
 @dataclass
 class VLLM:
-    """Answers as vLLM's server does, or as a test tells it to."""
+    """A server that answers like vLLM's, or as configured by the test."""
 
     status: int = 200
     told: Any = field(default_factory=lambda: TOLD)
@@ -81,7 +81,7 @@ async def serving(app: web.Application) -> AsyncIterator[str]:
 
 
 class Setup:
-    """Two prefillers, two decoders, the proxy before them and a client."""
+    """Two prefillers, two decoders, the proxy and a client."""
 
     def __init__(self) -> None:
         self.prefillers, self.decoders = [VLLM(), VLLM()], [VLLM(), VLLM()]
@@ -181,7 +181,7 @@ async def test_a_stream_is_passed_on_as_it_comes(setup: Setup):
     body = {"messages": [], "stream": True}
     async with setup.client.post(f"{setup.url}/v1/chat/completions", json=body) as answer:
         assert answer.content_type == "text/event-stream"
-        assert await answer.content.readline() == b"data: one\n"  # before the decoder says more
+        assert await answer.content.readline() == b"data: one\n"  # before the decoder sends more
         setup.decoders[0].hold.set()
         assert (await answer.content.read()).endswith(b"data: [DONE]\n\n")
 

@@ -1,4 +1,4 @@
-"""The quickstart and the examples with vLLM, run as their pages say, with one server for all that ask one."""
+"""The quickstart and the examples with vLLM, run as their pages describe, with one server for those that query one."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_the_quickstart_comes_to_a_hit(server: Serving, served_model: Path) -> N
 
 
 def cached(server: Serving, module: str, complete: Callable[[list[int]], bool]) -> list[int]:
-    """Cached tokens by request, of a run on texts that are new to the cache.
+    """Return cached tokens by request, of a run on new texts.
 
-    A store may end behind the next question, on a busy machine: then it is run again on other texts.
+    On a busy machine a store may end after the next question. The run is then repeated on other texts.
     """
     deadline = time.monotonic() + DEADLINE_S
     for seed in range(1, 100):

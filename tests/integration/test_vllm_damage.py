@@ -1,4 +1,4 @@
-"""Records that are not what they were: the load fails, and the answer is right. Defaults throughout."""
+"""Damaged records: the load fails, and the answer is right. All options have their defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.vllm_records import change_one_byte, record_of
 
 pytestmark = pytest.mark.vllm
 
-MEMORY_ONLY = {"vllm.reset_cache": "memory"}  # so that a reset leaves the disk as the only tier that has it
+MEMORY_ONLY = {"vllm.reset_cache": "memory"}  # after a reset only the disk has the records
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def truncate(path: Path) -> None:
 
 
 def corrupt(statistics: dict[str, Any]) -> int:
-    """Records that were found damaged, by the tier itself or by their checksum."""
+    """Number of records found damaged, by the tier or by their checksum."""
     return statistics["corrupt"] + statistics["counts"].get("disk.corrupt.checksum", 0)
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_record_is_never_used(
     assert_same(answer, reference(question))
     assert answer.tiers.get("disk", 0) == chunk * CHUNK
     assert corrupt(after) - corrupt(before) == counted
-    assert again.tiers == {"disk": 800}  # what was recomputed is stored again
+    assert again.tiers == {"disk": 800}  # recomputed chunks are stored again
     assert_same(again, reference(question))
 
 
@@ -114,7 +114,7 @@ def test_the_directory_may_vanish_while_the_engine_runs(
 def test_without_verification_one_byte_changes_the_answer(
     engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:
-    """The control: the comparison finds a single wrong byte in one of thirteen chunks."""
+    """Control: the comparison detects a single wrong byte in one of thirteen chunks."""
     question = Question(tokens("control", 800))
     unverified = connector(disk=tmp_path / "kv", **MEMORY_ONLY, **{"retrieve.verify": False})
     with engines.started(unverified) as engine:

@@ -1,4 +1,4 @@
-"""Prefill in one vLLM and decode in another, a valkey between them, compared with one vLLM alone."""
+"""Prefill in one vLLM and decode in another, with a valkey tier between them, compared with one vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.valkey_servers import Server, running
 pytestmark = pytest.mark.vllm
 
 WAIT_S, LOOKUP_S = 6.0, 10.0
-# Of the producer's 256 blocks. Ten prompts have at most 130: none is dropped, however slowly they are copied.
+# Of the producer's 256 blocks. Ten prompts have at most 130: none is dropped, however slow the copies are.
 HELD_FRACTION = 0.75
 
 
@@ -47,19 +47,19 @@ def producer(engines: Engines, server: Server) -> Iterator[Engine]:
 
 
 def whole(question: Question) -> int:
-    """What is not computed: all whole blocks, unless there is but one, which vLLM computes as soon."""
+    """Number of tokens expected from the cache: all whole blocks, or none if there is only one."""
     blocks = len(question.prompt) // BLOCK
     return blocks * BLOCK if len(question.prompt) > BLOCK else 0
 
 
 def promised(answer: Answer) -> int:
-    """Leading tokens that the producer says are stored or on their way."""
+    """Number of leading tokens that the producer promises as stored or in progress."""
     params = answer.kv_transfer_params
     return params["lmcache_async"]["tokens"] if params else 0
 
 
 def mixed() -> list[Question]:
-    """A hundred prompts: of less than a block or a chunk, of whole chunks, with shared beginnings, and others."""
+    """A hundred prompts: shorter than a block or a chunk, of whole chunks, with shared prefixes, and others."""
     lengths = [5, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 4 * CHUNK, 300]
     alone = [tokens(f"apart {index}", lengths[index % 10] + index // 10 % 2 * CHUNK) for index in range(60)]
     roots = [tokens(f"root {index}", 150 + 70 * index) for index in range(4)]
@@ -69,9 +69,9 @@ def mixed() -> list[Question]:
 
 
 def hand_over(producer: Engine, consumer: Engine, questions: Sequence[Question]) -> list[Answer]:
-    """As a proxy does: the first token there, and all of them here with what the first answer says."""
+    """Like a proxy: request the first token from the producer, and all tokens from the consumer with its parameters."""
     first = producer.ask_all([replace(question, max_tokens=1) for question in questions])
-    producer.call("step")  # as vLLM's engine goes on to do
+    producer.call("step")  # as vLLM's engine does
     for question, answer in zip(questions, first, strict=True):
         assert promised(answer) == len(question.prompt) // BLOCK * BLOCK  # nothing was dropped
     told = [replace(q, params=answer.kv_transfer_params) for q, answer in zip(questions, first, strict=True)]
@@ -91,20 +91,20 @@ def test_a_hundred_requests_have_the_answers_of_one_vllm(
         position = consumer.log_size
         for question, answer in zip(batch, hand_over(producer, consumer, batch), strict=True):
             assert_same(answer, reference(question))
-            assert answer.cached_tokens == whole(question)  # what is left is in the last block
+            assert answer.cached_tokens == whole(question)  # the rest is in the last block
             cached += answer.cached_tokens
         loaded += tokens_by_tier(consumer.log(position))
 
     assert len(questions) == 100
-    assert "promised" not in consumer.log(begin)  # no wait was in vain
+    assert "promised" not in consumer.log(begin)  # no wait timed out
     assert set(loaded) <= {"valkey", "cpu"}
-    assert loaded["valkey"] > cached / 2  # the others begin like one before them: vLLM had that itself
+    assert loaded["valkey"] > cached / 2  # the others share a prefix that vLLM's own cache has
 
 
 def test_a_producer_promises_only_what_it_may_hold(
     engines: Engines, server: Server, consumer: Engine, reference: Reference
 ) -> None:
-    """Copies slower than prefills: what exceeds `max_pinned_fraction` is dropped, and the consumer computes it."""
+    """If copies are slower than prefills, chunks above `max_pinned_fraction` are dropped and recomputed."""
     question = Question(tokens("more than is held", 40 * BLOCK + 5))
     held_chunks = 256 // 10 * BLOCK // CHUNK
     producer = start(engines, server, "kv_producer", **{"vllm.max_pinned_fraction": 0.1})

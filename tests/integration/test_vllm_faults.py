@@ -1,4 +1,4 @@
-"""Errors, delays of 5 s and damaged records below a real vLLM: the answers are those of one without connector."""
+"""Errors, delays of 5 s and damaged records below a real vLLM: the answers equal those without connector."""
 
 from __future__ import annotations
 

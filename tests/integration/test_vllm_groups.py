@@ -1,4 +1,4 @@
-"""Models with several KV groups in a real vLLM: equal answers, and hits as long as vLLM's own prefix cache gives."""
+"""Models with several KV groups in a real vLLM: equal answers, and hits as long as those of vLLM's own prefix cache."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Family:
     """A model with groups of full attention and groups of another kind.
 
     Attributes:
-        kind: The other kind in the namespace of a record.
-        block: Tokens of a block.
-        stored: Tokens of records of the other groups, for one boundary.
+        kind: Name of the other kind in the namespace of a record.
+        block: Tokens per block.
+        stored: Tokens in the records of the other groups for one boundary.
         options: Options of vLLM.
         settings: Settings of the connector with two ranks.
-        full_groups: Groups of full attention.
+        full_groups: Number of groups of full attention.
     """
 
     name: str
@@ -60,8 +60,8 @@ STATES = Family(
     "states",
     make_recurrent_model,
     "state=",
-    2 * BLOCK,  # vLLM makes blocks of attention as large as a state
-    3 * 2 * BLOCK,  # a record of a state names the tokens of its block
+    2 * BLOCK,  # vLLM makes attention blocks as large as a state
+    3 * 2 * BLOCK,  # the record of a state has the tokens of its block
     {"dtype": "bfloat16"},
     {"vllm.lookup_transport": "tcp"},
 )
@@ -133,7 +133,7 @@ def test_a_longer_prompt_continues_where_the_shorter_one_ended(
 def test_prompts_with_a_common_prefix_continue_there_from_the_third_on(
     engine: Engine, plain: Reference
 ) -> None:
-    """VLLM has forgotten the first one when the second one comes, so only the connector knows where they differ."""
+    """VLLM no longer has the first prompt when the second one comes, so only the connector knows where they differ."""
     common = tokens("common", 300)
     answers = []
     for name in ("first", "second", "third"):
@@ -160,11 +160,11 @@ def test_vllms_own_hit_is_extended(engine: Engine, plain: Reference, local: int)
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """An engine that loads from its disk only, with a list of the records that are late.
+    """An engine that loads from its disk only, with a file that lists late records.
 
     Attributes:
         disk: Directory of the disk tier.
-        late: File with the names of the records whose reads do not end.
+        late: File with the names of the records whose reads block.
     """
 
     engine: Engine
@@ -225,7 +225,7 @@ def test_damage_of_one_group_is_never_used(
     damage(own[place], damaged.late)
     answers = [engine.ask(question)]
     damaged.late.write_text("")
-    engine.forget()  # what was damaged is stored again
+    engine.forget()  # damaged records are stored again
     answers.append(engine.ask(question))
     engine.forget()
 
@@ -252,7 +252,7 @@ def test_other_groups_than_full_attention_are_stored_for_one_position(
 
 
 def speculation(method: str, make: Callable[[Path], Path]) -> dict[str, Any]:
-    """Options for a draft model, which `made` writes."""
+    """Options for a draft model written by `made`."""
     config = {"method": method, "num_speculative_tokens": 3, "model": make}
     return {"speculative_config": config, "num_gpu_blocks_override": 512}
 
@@ -274,9 +274,9 @@ MODES: dict[str, tuple[Family, dict[str, Any]]] = {
     ),
     "two of full attention, EAGLE": (TWO_FULL, speculation("eagle", make_eagle_head)),
     "windows, EAGLE": (WINDOWS, speculation("eagle", make_eagle_head)),
-    # Blocks of 64 tokens, but of 32 in the group of the draft model, which has full attention too.
+    # Blocks of 64 tokens, except 32 in the group of the draft model, which has full attention too.
     "gpt-oss, EAGLE-3": (GPT_OSS, speculation("eagle3", make_eagle3_head)),
-    # `tools.models` has preemption: it changes the rounding of bfloat16 in plain vLLM too.
+    # Preemption is tested by `tools.models`: it changes the rounding of bfloat16 in plain vLLM too.
     "a state for each block": (STATES, {"prefix_cache_retention_interval": STATES.block}),
 }
 
@@ -352,7 +352,7 @@ ALONE: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "windows in every layer": (make_windows_only_model, {}),
     "heads of two sizes": (make_gemma4, {}),  # blocks of 64 tokens with a window, of 32 with full attention
     "windows, 8-bit KV": (make_sliding_window_model, {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
-    # Short steps change the rounding of a state in bfloat16, so the plain engine takes the same ones.
+    # Short steps change the rounding of a state in bfloat16, so the plain engine takes the same steps.
     "states, steps shorter than a block": (
         make_recurrent_model,
         {"max_num_batched_tokens": 48, "dtype": "bfloat16"},

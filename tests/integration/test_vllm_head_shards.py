@@ -1,4 +1,4 @@
-"""One rank and two ranks load each other's KV heads from the disk in a real vLLM."""
+"""One rank and two ranks load each other's KV heads from disk in a real vLLM."""
 
 from __future__ import annotations
 

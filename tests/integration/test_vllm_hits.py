@@ -1,4 +1,4 @@
-"""Hits in host memory, compared with a vLLM without connector: greedy tokens and log-probabilities."""
+"""Hits in host memory, compared with vLLM without a connector: greedy tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_hit_has_all_whole_blocks_and_the_same_answer(
     warm = engine.ask(question)
 
     assert cold.cached_tokens == 0
-    # Also all of a prompt of whole blocks; vLLM then computes its last token again.
+    # Also the whole of a prompt of whole blocks; vLLM then recomputes its last token.
     assert warm.cached_tokens == length - length % BLOCK
     assert warm.tiers == {"cpu": length - length % BLOCK}
     assert_same(cold, reference(question))
@@ -73,14 +73,14 @@ def test_a_prompt_that_begins_like_another_loads_the_shared_chunks(
 
 
 def test_every_block_is_loaded_to_its_own_place(engine: Engine, reference: Reference) -> None:
-    """Attention sees all loaded blocks alike, in any order; only prompts that end among them tell."""
+    """Attention does not depend on the order of loaded blocks; only prompts that end among them detect a swap."""
     question = Question(tokens("places", 10 * BLOCK + 5))
     engine.ask(question)
     engine.settle()
     loaded = engine.ask(question)
     shorter = [Question(question.prompt[: blocks * BLOCK + 5], max_tokens=2) for blocks in range(1, 10)]
 
-    answers = [engine.ask(one) for one in shorter]  # from vLLM's own cache, where the loaded blocks are now
+    answers = [engine.ask(one) for one in shorter]  # from vLLM's own cache, which has the loaded blocks now
 
     assert loaded.tiers == {"cpu": 10 * BLOCK}
     for blocks, (one, answer) in enumerate(zip(shorter, answers, strict=True), 1):
@@ -117,7 +117,7 @@ def test_requests_of_one_moment_share_a_prefix(engine: Engine, reference: Refere
         assert other.cached_tokens == whole
         assert_same(one, reference(question))
         assert_same(other, reference(question))
-    assert engine.settle()["chunks"] == settled["chunks"]  # and nothing was stored again
+    assert engine.settle()["chunks"] == settled["chunks"]  # nothing was stored again
 
 
 def test_a_prompt_is_stored_while_the_rest_of_it_is_computed(engine: Engine, reference: Reference) -> None:
@@ -126,7 +126,7 @@ def test_a_prompt_is_stored_while_the_rest_of_it_is_computed(engine: Engine, ref
 
     [name] = engine.add(question)
     engine.step_until("RUNNING", name)
-    engine.call("step")  # the second of six; the test says when the next one is
+    engine.call("step")  # the second of six; the test triggers the next one
     for _ in engine.until("stores nothing of a prefill that runs"):
         if "stored" in engine.log(position):
             break
@@ -149,7 +149,7 @@ def test_the_next_turn_of_a_conversation_loads_what_was_generated(
 
     answer = engine.ask(second)
 
-    assert answer.tiers == {"cpu": 384}  # whole chunks of the 399 tokens that have KV
+    assert answer.tiers == {"cpu": 384}  # whole chunks of the 399 tokens with KV
     assert_same(said, reference(first))
     assert_same(answer, reference(second))
 
@@ -200,7 +200,7 @@ def test_beside_another_connector_hits_are_loaded(
         "kv_connector_extra_config": {"connectors": [connector(), other]},
     }
     answers = []
-    with engines.started(both, unsupported=True) as engine:  # the test cannot see when it is connected
+    with engines.started(both, unsupported=True) as engine:  # the test cannot observe the connection
         for _ in engine.until("loads nothing from memory"):
             answers.append(engine.ask(question))
             if answers[-1].tiers:

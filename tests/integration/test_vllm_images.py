@@ -1,6 +1,6 @@
 """Prompts with images in a real vLLM: a Qwen2.5-VL whose answers depend on the image.
 
-What vLLM computes without a load, and without storing it, is what each answer is compared with.
+Each answer is compared with one that vLLM computes without loading or storing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COUNTED = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
 
 
 def about(seed: int, uuid: str | None = None, processor: dict[str, Any] | None = None) -> Question:
-    """A question about an image; all are equal but for the image."""
+    """A question about an image; questions differ only in the image."""
     prompt = (*BEFORE, VISION_START, IMAGE_PAD, VISION_END, *AFTER)
     return Question(prompt, images=(Image(seed, IMAGE_SIDE, uuid),), processor=processor)
 
@@ -61,7 +61,7 @@ def computed(engine: Engine, question: Question) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Two models that differ in their image processors alone."""
+    """Two models that differ only in their image processors."""
 
     one: Path
     other: Path
@@ -86,7 +86,7 @@ def options(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(engines: Engines, models: Models) -> Iterator[Engine]:
-    """It hashes images, as vLLM does by default."""
+    """An engine that hashes images, vLLM's default."""
     with engines.started(connector(), **options(models.one)) as engine:
         yield engine
 
@@ -114,7 +114,7 @@ def test_the_answers_depend_on_the_image(engine: Engine) -> None:
 def test_the_same_image_is_a_hit_and_another_one_shares_the_text_before_it(engine: Engine) -> None:
     cold, warm, other = (ask(engine, about(seed)) for seed in (1, 1, 2))
 
-    assert cold.cached_tokens <= CHUNK  # a test before this one may have stored the text before the image
+    assert cold.cached_tokens <= CHUNK  # an earlier test may have stored the text before the image
     assert (warm.cached_tokens, other.cached_tokens) == (WHOLE, CHUNK)
     assert_same(cold, computed(engine, about(1)))
     assert_same(warm, cold)
@@ -132,7 +132,7 @@ def test_an_image_with_a_uuid_is_a_hit(engine: Engine) -> None:
 
 
 def test_counted_images_are_neither_stored_nor_loaded(counted: dict[str, Answer]) -> None:
-    """Nor is an image that vLLM hashes by its count and the request's options, in the form of a content hash."""
+    """Neither is an image whose hash has the form of a content hash, but is of its count and the request's options."""
     assert counted["counted"].cached_tokens == counted["counted and scaled"].cached_tokens == 0
     assert counted["again"].cached_tokens == 0
     logged = counted["counted"].log
@@ -153,7 +153,7 @@ def test_a_restarted_engine_that_counts_images_takes_none_for_another(
     assert_same(scaled, counted["other"])
     assert difference(counted["counted"], counted["other"]) == math.inf
     assert (other.cached_tokens, scaled.cached_tokens) == (0, 0)
-    assert named.tiers == {"disk": WHOLE}  # the client says what it is
+    assert named.tiers == {"disk": WHOLE}  # the client provides the identity
     assert_same(named, counted["named"])
 
 

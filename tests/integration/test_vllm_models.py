@@ -1,4 +1,4 @@
-"""Models that the connector does not support in a real vLLM: it is off, says why, and vLLM answers as without it."""
+"""Unsupported models in a real vLLM: the connector turns itself off, logs why, and vLLM answers as without it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OFF = "LMCacheAsyncConnector is off: "
 
 
 def why_off(engine: Engine) -> str:
-    """The one line of the log that says it."""
+    """The single log line with the reason."""
     [line] = [line for line in engine.log().splitlines() if OFF in line]
     return line.partition(OFF)[2]
 
 
 def test_mla_is_off_where_vllm_cannot_continue_its_prefill(engines: Engines, tmp_path: Path) -> None:
-    """On a CPU without AMX; this backend is the one that is chosen there."""
+    """On a CPU without AMX, where vLLM selects this backend."""
     model = make_mla_model(tmp_path / "model")
     question = Question(tokens("mla", 300))
 
@@ -50,7 +50,7 @@ def test_pooling_over_the_whole_prompt_is_off(engines: Engines, tmp_path: Path) 
         runner="pooling",
         pooler_config={"seq_pooling_type": "MEAN"},
         enable_prefix_caching=False,  # vLLM's default for such a model
-        max_num_batched_tokens=2048,  # the longest prompt: such a prefill is not cut
+        max_num_batched_tokens=2048,  # the longest prompt: such a prefill is not chunked
     ) as engine:
         first = engine.call("embed", prompt=prompt)
         second = engine.call("embed", prompt=prompt)

@@ -1,4 +1,4 @@
-"""Preemption and aborts: little room in vLLM's pool, and requests that end when nobody expects it."""
+"""Preemption and aborts: a small block pool, and requests that end at any time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = 40
 @pytest.fixture(scope="module")
 def engine(engines: Engines) -> Iterator[Engine]:
     options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1024}
-    # Loads that run beside the batch: in a layer-wise one nothing can be done meanwhile.
+    # Loads run concurrently with the batch; a layer-wise load blocks it.
     with engines.started(connector(**{"vllm.layerwise_load": "never"}), **options) as engine:
         yield engine
 
@@ -36,7 +36,7 @@ def test_preempted_requests_have_the_same_answers(engine: Engine, reference: Ref
     assert engine.call("counters")["vllm:num_preemptions"] > before
     for question, answer in zip(questions, answers, strict=True):
         assert_same(answer, reference(question))
-    assert "retrieved" in answers[0].log  # those preempted had their own KV back from us
+    assert "retrieved" in answers[0].log  # preempted requests loaded their own KV from the connector
     assert_nothing_is_held(engine)
 
 
@@ -50,14 +50,14 @@ def test_a_request_aborted_while_it_is_loaded(engine: Engine, reference: Referen
     engine.step_until("WAITING_FOR_REMOTE_KVS", name)
     engine.call("abort", names=[name])
     held = engine.call("free_blocks")[0]
-    engine.call("step")  # tells the worker of the abort
+    engine.call("step")  # notifies the worker of the abort
     has_work = engine.call("has_work")
     beside = engine.ask(other)
     was_reset = engine.call("reset", connector=False)
     engine.call("call", name="let_copies_go")
 
     assert held == BLOCKS - 1 - 12  # vLLM keeps its blocks until the load has ended
-    assert has_work  # and steps until then, also without other requests
+    assert has_work  # vLLM steps until then, also without other requests
     assert not was_reset
     assert_same(beside, reference(other))
     assert_nothing_is_held(engine)
@@ -80,7 +80,7 @@ def test_a_request_aborted_while_it_is_stored(engine: Engine, reference: Referen
     was_reset = engine.call("reset", connector=False)
     engine.call("call", name="let_copies_go")
 
-    assert 0 < held < BLOCKS - 1  # of a request that vLLM has forgotten, for as long as they are read
+    assert 0 < held < BLOCKS - 1  # blocks of a finished request, while they are read
     assert not was_reset
     assert_same(beside, reference(other))
     assert_nothing_is_held(engine)

@@ -1,4 +1,4 @@
-"""As users have it: scheduler and worker in processes of their own."""
+"""Scheduler and worker in separate processes, as in production."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_hits_across_processes_and_a_kill(engines: Engines, reference: Reference
         engine.settle()
         warm = engine.ask_all(questions)
         engine.settle()
-        metrics = until_told(engine, "retrieve_hit_tokens_total", 480)  # vLLM shares what one has loaded
+        metrics = until_told(engine, "retrieve_hit_tokens_total", 480)  # vLLM shares loaded blocks
         engine.kill()
     with engines.started(connector(disk=tmp_path), processes=True) as engine:
         restarted = engine.ask_all(questions)
@@ -67,9 +67,9 @@ def test_sleep_keeps_or_drops_what_is_stored_as_configured(
 
 
 def until_told(engine: Engine, name: str, least: float) -> dict[tuple[str, ...], float]:
-    """Our series of vLLM's /metrics, by name and our own labels' values, once one of them is so large.
+    """Wait until a series in vLLM's /metrics reaches a value, and return all of ours by name and own labels.
 
-    What the worker counts comes with a step, so others are asked for beside.
+    The worker's counts arrive with a step, so other requests run meanwhile.
     """
     for number, _ in enumerate(engine.until(f"does not tell {name} of {least}")):
         told = {
@@ -85,7 +85,7 @@ def until_told(engine: Engine, name: str, least: float) -> dict[tuple[str, ...],
 
 
 def cached_by_source(engine: Engine) -> dict[str, float]:
-    """Where vLLM says that cached prompt tokens came from."""
+    """Sources of cached prompt tokens, as reported by vLLM."""
     return {
         sample.labels["source"]: sample.value
         for family in text_string_to_metric_families(engine.call("metrics"))

@@ -1,4 +1,4 @@
-"""Data-parallel replicas of one `vllm serve` and one config, each with a disk directory of its own."""
+"""Data-parallel replicas of one `vllm serve` and one config, each with its own disk directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ arena: {{max_bytes: 128MiB}}
 tiers:
   - {{name: disk, path: {disk}, max_bytes: 256MiB}}
 """
-# Each replica's worker is in its engine's process: a worker of its own imports vLLM once more, for a third of the time.
+# The worker of each replica is in its engine's process: a separate worker imports vLLM again, a third of the time.
 OPTIONS = [
     "--data-parallel-size=2",
     "--distributed-executor-backend=uni",
@@ -45,7 +45,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replicas(served_model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The quickstart's command with two replicas. vLLM's own prefix cache is off in it: a hit is ours."""
+    """The quickstart's command with two replicas, and without vLLM's prefix cache: every hit is the connector's."""
     directory = tmp_path_factory.mktemp("serve")
     config = directory / "cache.yaml"
     config.write_text(CONFIG.format(disk=disk))
@@ -56,16 +56,16 @@ def replicas(served_model: Path, disk: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def prompt(seed: str) -> tuple[int, ...]:
-    """Three chunks and a bit."""
+    """A prompt of three chunks and a partial one."""
     chosen = random.Random(seed)
     return tuple(chosen.randrange(5, 900) for _ in range(3 * CHUNK + 8))
 
 
 def ask(server: Serving, asked: tuple[int, ...], replica: int | None) -> tuple[int, dict[str, Any]]:
-    """Prompt tokens that were not computed, and the answer with its log-probabilities.
+    """Return the number of cached prompt tokens, and the answer with its log-probabilities.
 
     Args:
-        replica: The one that answers; None leaves it to vLLM's load balancer.
+        replica: Replica that answers; None for the choice of vLLM's load balancer.
     """
     body = {"prompt": asked, "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
     headers = {"Content-Type": "application/json"}
@@ -79,7 +79,7 @@ def ask(server: Serving, asked: tuple[int, ...], replica: int | None) -> tuple[i
 
 
 def until_loaded(server: Serving, asked: tuple[int, ...], replica: int | None) -> dict[str, Any]:
-    """The first answer whose full chunks were loaded; a write may end behind the next question."""
+    """Return the first answer whose full chunks were loaded; a write may end after the next question."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         cached, choice = ask(server, asked, replica)
@@ -110,7 +110,7 @@ def test_each_replica_stores_and_finds_in_its_own_directory(replicas: Serving, d
 
     assert len(set(holders)) == 2
     for holder in holders:
-        os.kill(holder, 0)  # it lives
+        os.kill(holder, 0)  # it is alive
     for choice, expected in zip(again, first, strict=True):
         assert_same(choice, expected)
     for replica, asked in enumerate(own):

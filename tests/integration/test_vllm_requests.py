@@ -1,4 +1,4 @@
-"""What a request, a role and a reset may say about the cache."""
+"""Effects of request parameters, roles and resets on the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine(engines: Engines) -> Iterator[Engine]:
 
 
 def ask(engine: Engine, question: Question) -> Answer:
-    """With vLLM's own cache empty before and after, and all stores done."""
+    """Ask with an empty vLLM prefix cache, and wait for all stores."""
     answer = engine.ask(question)
     engine.settle()
     return answer

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def stored_and_ended(engines: Engines, disk: Path, *questions: Question) -> None:
-    """One engine's life: it is asked, and ended as its user would end it."""
+    """Run one engine: ask, then end it in the given way."""
     engine = engines.start(connector(disk=disk))
     engine.ask_all(questions)
     engine.settle()

@@ -1,4 +1,4 @@
-"""What is around a running `vllm serve`: the command that warms it, and the events that routers listen to."""
+"""The cache warming command and the KV events of a running `vllm serve`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SEEDS = iter(range(10_000))
 
 
 def prompts(count: int, num_tokens: int) -> list[list[int]]:
-    """Nobody has asked for them."""
+    """Prompts that were not used before."""
     chosen = random.Random(f"served {next(SEEDS)}")
     return [[chosen.randrange(5, 900) for _ in range(num_tokens)] for _ in range(count)]
 
 
 def warm(server: Serving, asked: Sequence[Sequence[int]], folder: Path) -> dict[str, Any]:
-    """What `lmcache-async warm --url` says of it."""
+    """Run `lmcache-async warm --url` and return its report."""
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(ids) + "\n" for ids in asked))
     ran = subprocess.run(
@@ -67,7 +67,7 @@ def test_warm_has_a_server_compute_and_then_load(server: Serving, tmp_path: Path
     assert first["refused"] == 0
 
     deadline, before = time.monotonic() + DEADLINE_S, server.loaded_tokens
-    while server.loaded_tokens - before < 9 * CHUNK:  # a store may end behind the next question
+    while server.loaded_tokens - before < 9 * CHUNK:  # a store may end after the next question
         assert time.monotonic() < deadline, server.log[-4000:]
         server.post("/reset_prefix_cache")
         before = server.loaded_tokens
@@ -102,7 +102,7 @@ def events(server: Serving) -> Iterator[zmq.Socket[bytes]]:
 
 
 def stored(events: zmq.Socket[bytes]) -> Iterator[dict[str, Any]]:
-    """What has come by now of the tier `cpu`."""
+    """Return the events of the tier `cpu` received so far."""
     while True:
         try:
             _, _, body = events.recv_multipart()
@@ -122,9 +122,9 @@ def test_a_router_learns_which_chunks_a_tier_has(
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < 2:
         assert time.monotonic() < deadline, server.log[-4000:]
-        if not found:  # the first one may be stored before this subscriber is heard of
+        if not found:  # the first one may be stored before this subscriber is connected
             [asked] = prompts(1, 2 * CHUNK + 8)
-        warm(server, [asked, *prompts(1, 32)], tmp_path)  # events come with steps
+        warm(server, [asked, *prompts(1, 32)], tmp_path)  # events are sent with steps
         for event in stored(events):
             for begin in (0, CHUNK):
                 if event["token_ids"] == asked[begin : begin + CHUNK]:

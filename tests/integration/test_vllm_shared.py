@@ -1,4 +1,4 @@
-"""Two vLLMs share prefixes through a tier's server, and neither a killed engine nor a killed server spoils an answer."""
+"""Two vLLMs share prefixes through a tier's server. Killing an engine or a server does not change any answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tools.torture.vllm import compare, rounds
 pytestmark = pytest.mark.vllm
 
 SHORT_S = 2.0
-"""Deadlines of the engine whose server hangs. A call would take `PATIENCE_S` without them."""
+"""Deadlines of the engine whose server hangs. Without them a call would take `PATIENCE_S`."""
 BREAKER = {"name": "breaker", "pause_s": 0.5, "max_pause_s": 0.5}
-"""A tier that failed is soon tried again."""
+"""Settings to retry a failed tier soon."""
 QUESTION = Question(tokens("shared", 730))
 MAX_ROUNDS = 40
 
 
 class Shared:
-    """A server and two engines with a tier there, the second one started after the first had stored."""
+    """Shared tier with a real server and two engines, the second one started after the first had stored."""
 
     def __init__(self, engines: Engines, server: SharedServer) -> None:
         self.server = server
@@ -41,7 +41,7 @@ class Shared:
         self.warm = self.second.ask(QUESTION)
 
     def start(self, timeout_s: float = PATIENCE_S, *layers: object) -> Engine:
-        """Start an engine. With the default timeouts, a busy machine costs time and no hits."""
+        """Start an engine. With the default timeouts, a busy machine would cost hits."""
         transfer = connector(
             **{
                 "retrieve.timeout_s": timeout_s,
@@ -60,7 +60,7 @@ class Shared:
             engine.kill()
 
     def tokens_of(self, answers: Sequence[Answer]) -> int:
-        """Tokens that these answers had from the shared tier; they share a log, which the first one has."""
+        """Number of tokens of these answers loaded from the shared tier. Their log is that of the first one."""
         return answers[0].tiers.get(self.tier, 0)
 
 
@@ -77,7 +77,7 @@ def shared(
 def ask(
     engine: Engine, reference: Reference, questions: Sequence[Question], outcome: Outcome
 ) -> list[Answer]:
-    """Ask all at once, then leave nothing in the engine's memory: the shared tier is all that is left."""
+    """Ask all questions at once, then empty the engine's memory, so that only the shared tier has the records."""
     expected = [reference(question) for question in questions]
     answers = engine.ask_all(questions)
     check(questions, answers, expected, outcome)
@@ -116,15 +116,15 @@ def test_each_engine_finds_what_the_other_one_added(shared: Shared, reference: R
     ]
 
     assert outcome.problems == []
-    assert found == [0, 352, 672, 992]  # whole blocks of the prompt and its answer before
+    assert found == [0, 352, 672, 992]  # whole blocks of the prompt and the previous answer
 
 
 @contextmanager
 def traffic(engine: Engine, reference: Reference, parts: Sequence[Any], outcome: Outcome) -> Iterator[None]:
-    """The engine is asked again and again, from a round before the block to a round after it."""
+    """Query the engine repeatedly, from one round before the block to one round after it."""
     for part in parts:
         for question in part:
-            reference(question)  # known before: that engine answers one caller at a time
+            reference(question)  # computed first: the reference engine serves one caller at a time
     in_traffic, may_end = threading.Event(), threading.Event()
     failures: list[BaseException] = []
 
@@ -193,10 +193,10 @@ def test_a_server_that_hangs_is_killed_and_started_again_in_mid_traffic_changes_
         position = engine.log_size
         names = engine.add(*part)
         engine.call("step")
-        harm()  # while they are looked up, loaded and computed
+        harm()  # during lookups, loads and computation
         engine.call("run")
         check(part, [engine.take(name, position) for name in names], expected, outcome)
-    engine.forget()  # not before: a put keeps its memory until the server that hangs has ended
+    engine.forget()  # not earlier: a put keeps its memory until the hanging server has ended
 
     for seed, each in enumerate((engine, shared.first, shared.second), start=13):
         assert hits_again(shared, each, reference, seed, outcome), (
@@ -208,7 +208,7 @@ def test_a_server_that_hangs_is_killed_and_started_again_in_mid_traffic_changes_
 
 
 def hits_again(shared: Shared, engine: Engine, reference: Reference, seed: int, outcome: Outcome) -> bool:
-    """Ask the same questions until the engine finds what it stored itself."""
+    """Ask the same questions until the engine finds the records that it has stored."""
     questions = next(rounds(seed))
     asked = (ask(engine, reference, questions, outcome) for _ in range(MAX_ROUNDS))
     return any(shared.tokens_of(answers) for answers in asked)

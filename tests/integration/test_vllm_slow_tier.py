@@ -1,4 +1,4 @@
-"""A tier slower than computing: the hit is computed, and loaded again once the tier is fast again."""
+"""A tier slower than computing: the hit is computed, and loaded again once the tier is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 def slow(disk: Path, **extra: Any) -> dict[str, Any]:
-    """Reads of the disk take a second and are never kept in memory."""
+    """Settings of a disk tier whose reads take a second and are never kept in memory."""
     transfer = connector(disk=disk, **{"retrieve.promote": False, "vllm.load_policy": "auto", **extra})
     faults = {"name": "faults", "delay_s": 1.0, "get": {"delay": 1.0}}
     transfer["kv_connector_extra_config"]["tiers"][1]["layers"] = [faults]
@@ -25,7 +25,7 @@ def slow(disk: Path, **extra: Any) -> dict[str, Any]:
 def test_what_a_slow_tier_has_is_computed_once_that_is_known(
     engines: Engines, reference: Reference, tmp_path: Path, overlapped: bool
 ) -> None:
-    """The first hit is loaded, and tells how slow the tier is; the next one is not."""
+    """The first hit is loaded and shows the speed of the tier; the next one is not."""
     options = {"async_scheduling": True} if overlapped else {}
     questions = [Question(tokens(f"slow {number}", 730)) for number in range(3)]
     with engines.started(connector(disk=tmp_path / "kv")) as engine:
@@ -40,7 +40,7 @@ def test_what_a_slow_tier_has_is_computed_once_that_is_known(
         log = engine.log()
 
     assert all(answer.cached_tokens == 0 for answer in warm)
-    # At least half of the tokens took no less than the rate says, and they all fit into the times of the answers.
+    # At least half of the tokens took as long as the rate implies, and all of them fit into the times of the answers.
     assert rate >= 730 / 2 / max(answer.seconds for answer in warm)
     assert (first.tiers, first.cached_tokens) == ({"disk": 704}, 704)
     assert first.seconds > 1.0

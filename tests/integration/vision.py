@@ -1,8 +1,8 @@
 """torchvision for the tests of image models on a CPU.
 
-PyPI has torchvision for CUDA alone. On a CPU its Python part is all that image processors use, but it is
-imported only where two operators of its compiled part are known, and vLLM fails where it is found and not
-imported. So it lies in a directory of its own, and only processes that ask for it here see it.
+PyPI has torchvision only for CUDA. On a CPU, image processors use only its Python part, but that is imported only if
+two operators of its compiled part are registered, and vLLM fails if torchvision is found and not imported. Therefore
+it is in a separate directory, and only processes that request it here can import it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 PLACE = Path(sys.prefix) / "vision"
 
-_libraries: list[Any] = []  # an operator is known for as long as the library that defines it is referred to
+_libraries: list[Any] = []  # operators stay registered while their library is referenced
 
 
 def is_installed() -> bool:
@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def prepare() -> bool:
-    """Make torchvision importable; call it before transformers is imported. False where it is not installed."""
+    """Make torchvision importable; call it before transformers is imported. Return False if it is not installed."""
     if not is_installed() or importlib.util.find_spec("torchvision") is not None:
         return is_installed()
     import torch

@@ -1,4 +1,4 @@
-"""Questions to a vLLM, its answers, and how far two of them are apart."""
+"""Questions to a vLLM, its answers, and differences between answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from examples.demo.connectors import tokens_by_tier
 from tests.integration.model_families import VOCABULARY
 
-# vLLM's cold answer and the one from its own prefix cache differ by up to 4e-6; with a wrong block by far
-# more than 1e-1.
+# vLLM's cold answer and the one from its own prefix cache differ by up to 4e-6, and by far more than 1e-1 with a wrong
+# block.
 TOLERANCE = 1e-4
-# In bfloat16 an answer of plain vLLM depends on what else is in its batch, on CPUs with AMX: by up to 0.07.
+# In bfloat16, on CPUs with AMX, an answer of plain vLLM depends on the rest of its batch: by up to 0.07.
 BFLOAT16_TOLERANCE = 0.1
 
 
@@ -24,7 +24,7 @@ class Image:
 
     Attributes:
         side: Its width and height in pixels.
-        uuid: Sent with it as its identity; without one vLLM finds a name itself.
+        uuid: Identity sent with the image; without one vLLM hashes it.
     """
 
     seed: int
@@ -40,7 +40,7 @@ class Question:
         images: In the order of their placeholders in the prompt.
         processor: The request's `mm_processor_kwargs`.
         adapter: Directory of a LoRA adapter.
-        reloads: VLLM loads the adapter again, because its files have changed.
+        reloads: Whether vLLM loads the adapter again, because its files have changed.
     """
 
     prompt: tuple[int, ...]
@@ -59,10 +59,10 @@ class Answer:
 
     Attributes:
         cached_tokens: Prompt tokens that were not computed, by vLLM's count.
-        logprobs: For each generated place the best tokens and their log-probabilities.
-        kv_transfer_params: What another vLLM needs to go on from here.
-        seconds: From when vLLM was given the request to its end.
-        log: What was logged until its end.
+        logprobs: The best tokens and their log-probabilities, for each generated position.
+        kv_transfer_params: Parameters for another vLLM to continue the request.
+        seconds: Duration of the request in vLLM.
+        log: Log output until the end of the request.
     """
 
     cached_tokens: int
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Tokens that were loaded, by tier."""
+        """Number of loaded tokens by tier."""
         return dict(tokens_by_tier(self.log))
 
 
@@ -86,13 +86,13 @@ def tokens(seed: str, count: int) -> tuple[int, ...]:
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """The largest difference of a log-probability; infinite where tokens differ."""
+    """The largest difference of a log-probability; infinite if tokens differ."""
     if one.tokens != other.tokens:
         return math.inf
     largest = 0.0
     for token, ours, theirs in zip(one.tokens, one.logprobs, other.logprobs, strict=True):
         both = ours.keys() & theirs.keys()
-        if str(token) not in both or len(both) < 4:  # the fifth may change places with the sixth
+        if str(token) not in both or len(both) < 4:  # the fifth and the sixth may be swapped
             return math.inf
         largest = max([largest, *(abs(ours[name] - theirs[name]) for name in both)])
     return largest

@@ -1,7 +1,7 @@
-"""vLLM engines in processes of their own, each controlled by JSON lines on a socket.
+"""vLLM engines in separate processes, each controlled by JSON lines on a socket.
 
-To import vLLM takes three times as long as to start an engine of a tiny model. So one process imports it,
-and each engine is a fork of that one. Whatever vLLM prints goes to the engine's log.
+Importing vLLM takes three times as long as starting an engine with a tiny model. Therefore one process imports it,
+and each engine is a fork of that process. Output of vLLM goes to the engine's log.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _IMPORTS = (
     "vllm.v1.worker.cpu_worker",
     "lmcache_async.engine.engine",
 )
-# The models that most tests use; another model's module is imported by the engine that uses it.
+# The models of most tests; the module of any other model is imported by the engine that uses it.
 _MODELS = ("deepseek_v2", "gemma3", "llama", "mistral", "qwen3_next")
 _IMAGE_MODELS = ("qwen2_5_vl",)
 
 
 class Child:
-    """Operations of an engine: each public method is one, and its result is the answer."""
+    """Operations of an engine: its public methods."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -57,7 +57,7 @@ class Child:
         self._adapters: dict[str, int] = {}
 
     def add(self, requests: list[dict[str, Any]]) -> None:
-        """Give requests to vLLM."""
+        """Add requests to vLLM."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -92,7 +92,7 @@ class Child:
             self._engine.add_request(request["name"], prompt, sampling, lora_request=adapter)
 
     def step(self) -> None:
-        """Step once. An engine core in a process of its own steps by itself, and without requests has no output."""
+        """Step once. An engine core in a separate process steps by itself, and has no output without requests."""
         in_process = hasattr(self._engine.engine_core, "engine_core")
         if not in_process and not self._engine.has_unfinished_requests():
             return
@@ -119,11 +119,11 @@ class Child:
         self._engine.abort_request(names)
 
     def reset(self, connector: bool) -> bool:
-        """Reset vLLM's prefix cache, with `connector` ours too. Return False while a block of it is held."""
+        """Reset vLLM's prefix cache, and ours with `connector`. Return False while a block of it is held."""
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
     def sleep_and_wake(self) -> None:
-        """Sleep with the weights kept, as between two tasks of a GPU, and wake up."""
+        """Sleep and wake up with the weights kept."""
         self._llm.sleep(level=1)
         self._llm.wake_up()
 
@@ -150,15 +150,15 @@ class Child:
         """Run a function of `vllm_worker_calls` in every worker."""
         return list(self._llm.collective_rpc(getattr(vllm_worker_calls, name)))
 
-    # With the scheduler in this process only.
+    # Only with the scheduler in this process.
 
     def free_blocks(self) -> tuple[int, int]:
         """Return the number of free blocks of vLLM's pool, and of all blocks."""
         pool = self._scheduler.kv_cache_manager.block_pool
-        return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM keeps one for itself
+        return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1  # vLLM reserves one
 
     def asks(self) -> bool:
-        """Whether our scheduler connector asks the worker connector: connected, and no reset under way."""
+        """Whether our scheduler connector queries the worker connector: connected, and no reset in progress."""
         return bool(self._scheduler.connector.scheduler.ready)
 
     def has_work(self) -> bool:
@@ -166,11 +166,11 @@ class Child:
         return bool(self._scheduler.has_requests())
 
     def overlaps(self) -> bool:
-        """Whether vLLM schedules a step before the one before it has ended."""
+        """Whether vLLM schedules a step before the previous one has ended."""
         return self._engine.engine_core.engine_core.batch_queue is not None
 
     def prefill_rate(self) -> float:
-        """Return the prompt tokens per second that our scheduler connector has learnt; 0 if they are not known."""
+        """Return the measured prompt tokens per second of our scheduler connector; 0 if unknown."""
         prefill = self._scheduler.connector.scheduler.load_policy.prefill
         return 1000 / prefill.seconds(1000) if prefill.known else 0.0
 
@@ -182,7 +182,7 @@ class Child:
         return ""
 
     def run_watched(self) -> list[str]:
-        """Step until no request is left, and return the names of those that were preempted."""
+        """Step until no request is left, and return the names of the preempted requests."""
         preempted: set[str] = set()
         while self._engine.has_unfinished_requests():
             self.step()
@@ -191,10 +191,10 @@ class Child:
                     preempted.add(request.request_id.partition("-")[0])
         return sorted(preempted)
 
-    # The end.
+    # Shutdown.
 
     def shut_down(self) -> None:
-        """Shut down as vLLM does at the end of its process."""
+        """Shut down as vLLM does at process exit."""
         self._engine.engine_core.shutdown()
 
     @property
@@ -214,7 +214,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _image(image: dict[str, Any]) -> Image.Image:
-    """Return noise that is still there after scaling."""
+    """Return noise that scaling does not remove."""
     import numpy as np
     from PIL import Image
 
@@ -225,7 +225,7 @@ def _image(image: dict[str, Any]) -> Image.Image:
 def serve(channel: socket.socket) -> None:
     """Answer requests until the end of the input.
 
-    The first line has the options of an engine, or a module to be run as `python -m` does, with its arguments.
+    The first line has the options of an engine, or a module and its arguments to run like `python -m`.
     """
     with channel.makefile("rw", encoding="utf-8") as stream:
 
@@ -249,7 +249,7 @@ def serve(channel: socket.socket) -> None:
 
 def engine_process(channel: socket.socket, log: int, environment: dict[str, str]) -> NoReturn:
     """Run an engine in a forked process, and end the process."""
-    os.setsid()  # its children end with it
+    os.setsid()  # its children are killed with it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -262,11 +262,11 @@ def engine_process(channel: socket.socket, log: int, environment: dict[str, str]
         sys.stderr.flush()
         os._exit(1)
     sys.stderr.flush()
-    os._exit(0)  # to take down the interpreter with all of vLLM in it takes seconds
+    os._exit(0)  # a regular interpreter exit takes seconds with vLLM loaded
 
 
 def _allow_asynchronous_scheduling() -> None:
-    """VLLM's CPU platform turns asynchronous scheduling off. Its workers run with it."""
+    """Allow asynchronous scheduling, which vLLM's CPU platform turns off although its workers support it."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -279,7 +279,7 @@ def _allow_asynchronous_scheduling() -> None:
 
 
 def _load_model_class(model: Path) -> None:
-    """Register the model's class instead of its name, which vLLM would look at in a process of its own."""
+    """Register the model's class instead of its name, which vLLM would inspect in another process."""
     from vllm import ModelRegistry
 
     [architecture] = json.loads((model / "config.json").read_text())["architectures"]
@@ -289,7 +289,7 @@ def _load_model_class(model: Path) -> None:
 
 
 def _copy_states_without_triton() -> None:
-    """VLLM copies recurrent states from block to block with a Triton kernel, which a CPU does not have."""
+    """Copy recurrent states between blocks without Triton, which vLLM uses and a CPU lacks."""
     from vllm.v1.worker import mamba_utils
 
     def batch_memcpy(sources: Any, targets: Any, sizes: Any) -> None:
@@ -300,9 +300,9 @@ def _copy_states_without_triton() -> None:
 
 
 def _remember_model(architecture: str) -> None:
-    """Have vLLM look at a model's class here, and keep what it found in its cache for the servers that tests start.
+    """Make vLLM inspect a model's class here, and keep the result in its cache for the servers that tests start.
 
-    Otherwise each of them starts a process for that, which imports vLLM.
+    Otherwise each server starts another process for it, which imports vLLM.
     """
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     in_a_process = registry._run_in_subprocess
@@ -312,7 +312,7 @@ def _remember_model(architecture: str) -> None:
 
 
 def main() -> None:
-    """Fork an engine for each message, which carries the engine's channel and its log."""
+    """Fork an engine for each message, which has the engine's channel and log."""
     calls = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # while vLLM is imported
     forking.fork_instead_of_spawn()

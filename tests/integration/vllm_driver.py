@@ -1,4 +1,4 @@
-"""Start, query and stop vLLM engines in processes of their own, and compare their answers."""
+"""Start, query and stop vLLM engines in separate processes, and compare their answers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CHUNK, BLOCK = 64, 32
 DEADLINE_S = 300.0
 
 _ENVIRONMENT = {
-    "NUMBA_DISABLE_JIT": "1",  # it would compile the n-gram proposer of speculative decoding, for seconds
+    "NUMBA_DISABLE_JIT": "1",  # otherwise the n-gram proposer of speculative decoding is compiled, which takes seconds
     "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # it would compile the ranks of log-probabilities, for seconds
+    "TORCH_COMPILE_DISABLE": "1",  # otherwise the ranks of log-probabilities are compiled, which takes seconds
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to call functions in the worker
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,7 +47,7 @@ def connector(
     role: str = "kv_both",
     **extra: Any,
 ) -> dict[str, Any]:
-    """Return the `kv_transfer_config` of an engine. Settings with a default in vLLM are left out."""
+    """Return the `kv_transfer_config` of an engine. Settings with a default in vLLM are omitted."""
     tiers: list[Any] = ["cpu"]
     if disk is not None:
         tiers.append({"name": "disk", "path": str(disk), "max_bytes": "1GiB"})
@@ -56,9 +56,9 @@ def connector(
     settings = {
         "chunk_size": CHUNK,
         "arena.max_bytes": arena_chunks * (CHUNK * LLAMA.kv_bytes + 4096),
-        "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests are about hits
-        "vllm.lookup_pin_ttl_s": 600.0,  # or time would hide a pin that is never let go
-        "vllm.load_policy": "always",  # a model so small computes sooner than a busy disk is read
+        "vllm.lookup_timeout_s": 10.0,  # the machine may be busy, and these tests need hits
+        "vllm.lookup_pin_ttl_s": 600.0,  # a pin that is never released must not expire
+        "vllm.load_policy": "always",  # computing with this small model is faster than reading a busy disk
         "tiers": tiers,
     }
     return {
@@ -75,11 +75,11 @@ def complaints(log: str) -> list[str]:
 
 
 class EngineError(RuntimeError):
-    """The engine process ended or gave no answer in time."""
+    """The engine process ended or did not answer in time."""
 
 
 class Engine:
-    """A vLLM engine. Every call waits for its end, so engines do not compute at the same time."""
+    """A vLLM engine. Calls wait for their end, so engines do not compute concurrently."""
 
     def __init__(self, pid: int, channel: socket.socket, log: Path) -> None:
         self.log_file = log
@@ -104,7 +104,7 @@ class Engine:
         return [self.take(name, position) for name in names]
 
     def ask_all_watched(self, questions: Sequence[Question]) -> tuple[list[Answer], list[bool]]:
-        """Ask all questions at once. Return the answers, and of each one whether vLLM preempted the request."""
+        """Ask all questions at once. Return the answers, and for each whether vLLM preempted the request."""
         position = self.log_size
         names = self.add(*questions)
         preempted = self.call("run_watched")
@@ -128,12 +128,12 @@ class Engine:
             self.call("step")
 
     def settle(self) -> dict[str, Any]:
-        """Step until all loads and stores have ended, disk writes too, and empty vLLM's own prefix cache.
+        """Step until all loads, stores and disk writes have ended, and empty vLLM's own prefix cache.
 
-        From then on no block of vLLM's is held, and no host memory but for what the tier `cpu` has.
+        Afterwards no block of vLLM is held, and no host memory except that of the tier `cpu`.
 
         Returns:
-            The cache engine's statistics, of the first worker.
+            Statistics of the first worker's cache engine.
         """
         for _ in self.until("holds blocks or leases"):
             workers: list[dict[str, Any]] = self.call("call_all", name="statistics")
@@ -151,7 +151,7 @@ class Engine:
         self.wait_connected()
 
     def wait_connected(self) -> None:
-        """Wait until lookups are answered: the scheduler is connected to the workers, and no reset runs."""
+        """Wait until lookups are answered: the scheduler is connected to the workers, and no reset is in progress."""
         for _ in self.until("does not ask its worker"):
             if self.call("asks"):
                 return
@@ -159,7 +159,7 @@ class Engine:
     def wait_for_hit(self) -> None:
         """Wait until a prompt is loaded from the connector: the scheduler is connected to the workers.
 
-        For engines with processes of their own, whose scheduler the test cannot see.
+        For engines in separate processes, whose scheduler the test cannot inspect.
         """
         probe = Question(tokens("is it connected", 200), max_tokens=1)
         for _ in self.until("loads nothing"):
@@ -183,7 +183,7 @@ class Engine:
             return log.read().decode(errors="replace")
 
     def close(self) -> str:
-        """Shut vLLM down normally and return what it logged meanwhile."""
+        """Shut vLLM down and return the log output meanwhile."""
         position = self.log_size
         self.call("shut_down")
         self.kill()
@@ -203,7 +203,7 @@ class Engine:
         self._channel.close()
 
     def until(self, failure: str) -> Iterator[None]:
-        """Yield repeatedly. After a minute the test fails with this text and the engine's log."""
+        """Yield repeatedly. After a minute, fail the test with this text and the engine's log."""
         deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             yield
@@ -229,7 +229,7 @@ class Engine:
 
 
 class Engines:
-    """Starts engines. `close` ends them all."""
+    """Starts engines. `close` ends all of them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -239,7 +239,7 @@ class Engines:
         self._started: list[Engine] = []
         command = [sys.executable, "-m", "tests.integration.vllm_child", str(theirs.fileno())]
         environment = native.environment() | _ENVIRONMENT
-        environment["TMPDIR"] = str(directory)  # vLLM leaves sockets there
+        environment["TMPDIR"] = str(directory)  # vLLM creates sockets there
         with (directory / "nursery.log").open("wb") as log:
             self._nursery = subprocess.Popen(
                 command, env=environment, cwd=_ROOT, pass_fds=[theirs.fileno()], stdout=log, stderr=log
@@ -260,9 +260,9 @@ class Engines:
 
         Args:
             transfer: Its `kv_transfer_config`.
-            unsupported: The connector is expected to turn itself off, so the scheduler never connects to a worker.
-            processes: Run the scheduler and the worker in processes of their own, as vLLM does by default.
-                Without it they run in one process, which starts in seconds and which the test steps.
+            unsupported: Whether the connector is expected to turn itself off, so that the scheduler never connects.
+            processes: Run the scheduler and the worker in separate processes, as vLLM does by default.
+                Otherwise they run in one process, which starts in seconds and is stepped by the test.
         """
         engine = self._fork({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))})
         settings = {
@@ -293,7 +293,7 @@ class Engines:
             engine.kill()
 
     def run_module(self, module: str, *arguments: str) -> str:
-        """Run a module as `python -m` does, in a process that has imported vLLM, and return what it printed."""
+        """Run a module like `python -m`, in a process that has imported vLLM, and return its output."""
         process = self._fork({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         process.start({"module": module, "arguments": arguments})
         process.kill()
@@ -318,7 +318,7 @@ class Engines:
 
 
 class Reference:
-    """Answers of a vLLM without connector. Each question is computed once, from an empty cache."""
+    """Answers of a vLLM without connector. Each question is computed once, with an empty cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -339,7 +339,7 @@ class Reference:
         return self._engine.ask(alone)
 
     def own_hits(self, questions: Sequence[Question]) -> list[Answer]:
-        """Return the answers to questions in this order, with what vLLM's own prefix cache has of those before."""
+        """Return the answers to questions in order, with hits of vLLM's own prefix cache for earlier ones."""
         assert self._engine.call("reset", connector=False)
         return [self._engine.ask(question) for question in questions]
 

@@ -1,4 +1,4 @@
-"""Records on disk, found and damaged."""
+"""Find and damage records on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_async.memory.header import read_header
 
 
 def record_of(disk: Path, prompt: tuple[int, ...], start: int) -> Path:
-    """The file of the prompt's chunk that starts there."""
+    """Return the file of the prompt's chunk that starts at a position."""
     for path in disk.glob("??/*"):
         header = read_header(memoryview(path.read_bytes()))
         if tuple(header.tokens.tolist()) == prompt[start : start + len(header.tokens)]:
@@ -22,19 +22,19 @@ def change_one_byte(path: Path) -> None:
     """Make one element of the first layer's keys 256 times as large."""
     content = bytearray(path.read_bytes())
     start = read_header(memoryview(content)).header_bytes
-    numbers = np.frombuffer(content, np.float32, count=2048, offset=start)  # one block's keys of one head
+    numbers = np.frombuffer(content, np.float32, count=2048, offset=start)  # keys of one block and one head
     place = int(np.flatnonzero((abs(numbers) >= 2) & (abs(numbers) < 8))[0])
-    content[start + 4 * place + 3] ^= 0x04  # of the exponent
+    content[start + 4 * place + 3] ^= 0x04  # in the exponent
     path.write_bytes(content)
 
 
 def namespace_of(record: Path) -> str:
-    """The text of the namespace of a record."""
+    """Return the text of a record's namespace."""
     return read_header(memoryview(record.read_bytes())).namespace
 
 
 def start_in(prompt: tuple[int, ...], record: Path) -> int:
-    """The position in the prompt of the first token of a record."""
+    """Return the prompt position of the first token of a record."""
     own = tuple(read_header(memoryview(record.read_bytes())).tokens.tolist())
     return next(start for start in range(len(prompt)) if prompt[start : start + len(own)] == own)
 

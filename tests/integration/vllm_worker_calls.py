@@ -10,7 +10,7 @@ _holds: list[threading.Event] = []
 
 
 def statistics(worker: Any) -> dict[str, Any]:
-    """Counts of running calls, leases and stored chunks, of all engines of the worker together."""
+    """Counts of running calls, leases and stored chunks, summed over all engines of the worker."""
     del worker
     found = [engine.statistics() for engine in _engines()]
     return {
@@ -24,19 +24,19 @@ def statistics(worker: Any) -> dict[str, Any]:
 
 
 def run_once(worker: Any) -> None:
-    """Run the model without a request: a later pipeline stage makes its buffers in such a run."""
+    """Run the model without a request: a later pipeline stage allocates its buffers in such a run."""
     worker.model_runner.profile_run()
 
 
 def status_url(worker: Any) -> str | None:
-    """Where the engine's status page is."""
+    """Return the URL of the engine's status page."""
     del worker
     url: str | None = _engine().status_url
     return url
 
 
 def hold_copies(worker: Any) -> None:
-    """From now on nothing is copied to or from vLLM's KV cache, until `let_copies_go`."""
+    """Block copies to and from vLLM's KV cache until `let_copies_go` is called."""
     del worker
     copier = _engine().copier
     gate = threading.Event()
@@ -58,7 +58,7 @@ def _engine() -> Any:
 
 
 def _engines() -> list[Any]:
-    """The engine of the worker, or those of the shards of its KV heads."""
+    """Return the engine of the worker, or those of the shards of its KV heads."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

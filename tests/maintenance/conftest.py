@@ -1,4 +1,4 @@
-"""A directory that an engine has filled once, and a copy of it for each test."""
+"""A directory filled once by an engine, and a copy of it for each test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.valkey_servers import Server, running
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two prompts with a common beginning: eight records."""
+    """Store two prompts with a common prefix: eight records."""
     root = tmp_path_factory.mktemp("stored") / "cache"
     filled(root, TOKENS, [*TOKENS[:16], *range(7, 27)])
     return root
@@ -36,5 +36,5 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def valkey(server: Server) -> str:
-    """A tier with a prefix of its own, as JSON."""
+    """Return a tier with its own prefix, as JSON."""
     return json.dumps({"name": "valkey", "url": server.url, "key_prefix": uuid.uuid4().hex, **WAITS})

@@ -1,4 +1,4 @@
-"""Directories of the disk tier that a real engine has filled, for the tests of the tools."""
+"""Directories of the disk tier filled by a real engine, for tests of the tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def store(rig: Rig, root: Path, *prompts: Sequence[int], **config: object)
 
 
 async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: object) -> int:
-    """How many of the tokens an engine over the directory loads; what it loads is right to the bit."""
+    """Return the number of tokens that an engine loads from the directory; their content is compared bit by bit."""
     tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
     rig.wipe()
     async with rig.open(**{"tiers": tiers, **config}) as engine:
@@ -58,7 +58,7 @@ async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: obj
 
 
 def filled(root: Path, *prompts: Sequence[int], rig: Rig | None = None, **config: object) -> Rig:
-    """The same, from a test without a loop."""
+    """Fill a directory from a test without a running loop."""
     rig = rig or rig_of()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(store(rig, root, *(prompts or (TOKENS,)), **config))
@@ -71,13 +71,13 @@ def loaded(rig: Rig, root: Path, tokens: Sequence[int] = TOKENS, **config: objec
 
 
 def record_files(root: Path) -> list[Path]:
-    """In the order of their use, the last used first."""
+    """Record files, the most recently used first."""
     found = [path for path in root.glob("[0-9a-f][0-9a-f]/*") if path.is_file()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """The records by their names, without what pads their files."""
+    """Records by name, without the padding of their files."""
     found = {}
     for path in record_files(root):
         data = path.read_bytes()
@@ -87,7 +87,7 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 def damage(path: Path, at: int = 4200) -> None:
-    """Flip a bit, of the payload if not told otherwise, and keep when it was used."""
+    """Flip a bit, by default of the payload, and preserve the time of use."""
     data = bytearray(path.read_bytes())
     status = path.stat()
     data[at] ^= 1
@@ -96,7 +96,7 @@ def damage(path: Path, at: int = 4200) -> None:
 
 
 def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
-    """A record of that number as its key, beside the others that is whole, and whose namespace is this."""
+    """Write a valid record with this number as its key and this namespace next to another one."""
     newest = record_files(root)[0]
     header = read_header(memoryview(newest.read_bytes()))
     made = RecordFormat(namespace=namespace, layout=header.layout, dtype=header.dtype, chunk_size=8)
@@ -118,7 +118,7 @@ def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
 
 
 def key_file(folder: Path) -> Path:
-    """A file with a new key of encryption."""
+    """Write a file with a new encryption key."""
     path = folder / "keys"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
@@ -126,7 +126,7 @@ def key_file(folder: Path) -> Path:
 
 
 def sealed(payloads: Sequence[int]) -> dict[ChunkKey, bytes]:
-    """Records with payloads of these lengths, by the keys of 1, 2 and so on."""
+    """Sealed records with payloads of these lengths, with keys 1, 2 and so on."""
     arena = small_arena(2)
     made = {}
     for number, nbytes in enumerate(payloads, 1):
@@ -136,7 +136,7 @@ def sealed(payloads: Sequence[int]) -> dict[ChunkKey, bytes]:
 
 
 class Failing(DictTier):
-    """One record can be neither read nor written."""
+    """A store in which one record can be neither read nor written."""
 
     async def get(self, key, allocate):
         if key == key_of(1):

@@ -1,8 +1,8 @@
-"""A program that runs commands in processes of their own, and kills them at a system call.
+"""A program that forks commands and kills them at a system call.
 
-Each line of its input, `<call> <JSON arguments>`, forks one that has imported everything. It kills itself at its
-`call`-th system call on a file (before it when that is even, after it when odd; never when it is 0). Then
-`dead <status>` is printed.
+Each line of its input, `<call> <JSON arguments>`, forks a process that has imported everything. The child kills
+itself at its `call`-th system call on a file (before an even one, after an odd one, never for 0). Then the program
+prints `dead <status>`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.maintenance.filled import content, invoke, record_files, told
 
 @contextlib.contextmanager
 def opened(root):
-    """The disk tier, open on a loop and a thread of its own."""
+    """The disk tier, open on its own loop and thread."""
     thread = LoopThread("test-tier")
     tier = DiskTier(DiskConfig(path=root, max_bytes=1 << 30))
     thread.submit(tier.__aenter__()).result(60)
@@ -33,7 +33,7 @@ def opened(root):
 
 @pytest.fixture
 def held(root):
-    """A directory that a tier of this process holds."""
+    """A directory held by a tier in this process."""
     with opened(root):
         yield root
 

@@ -291,7 +291,7 @@ async def copied(source, destination, **options):
 
 @st.composite
 def stores(draw):
-    """Records, the keys of those that are damaged, and the keys that the destination has."""
+    """Records, keys of damaged records, and keys present in the destination."""
     records = sealed(draw(st.lists(st.integers(0, 9000), max_size=6)))
     keys = sorted(records)
     some = st.lists(st.sampled_from(keys), unique=True) if keys else st.just([])
@@ -351,7 +351,7 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
 
 
 class Silent(DictTier):
-    """Never ends a `put` after the first."""
+    """A tier whose second and later `put` calls block."""
 
     async def put(self, key, buffer):
         if self.records:
@@ -372,7 +372,7 @@ async def test_a_destination_that_stops_answering_ends_the_copy():
 
 
 class StopAfter(Meter):
-    """Cancels the copy after so many records."""
+    """Cancels the copy after a number of records."""
 
     def __init__(self, count):
         self.left = count

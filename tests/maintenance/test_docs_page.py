@@ -62,7 +62,7 @@ def test_every_option_of_the_page_exists():
     }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
 
-    assert named - known == {"--enable-prompt-tokens-details"}  # vLLM's
+    assert named - known == {"--enable-prompt-tokens-details"}  # an option of vLLM
 
 
 def test_the_exit_codes_are_those_of_the_page():

@@ -1,4 +1,4 @@
-"""`lmcache-async gc`, over directories that a real engine has filled."""
+"""`lmcache-async gc` on directories filled by a real engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_unreadable_records_are_deleted_unless_disabled(root):
     newest, second, third, *_ = record_files(root)
     damage(newest, at=0)
     damage(second, at=8)
-    damage(third)  # a payload: not looked at
+    damage(third)  # the payload is not read
 
     assert told("gc", root, "--no-unreadable")["freed_records"] == 0
     assert told("gc", root)["records"]["unreadable"]["count"] == 2
@@ -109,7 +109,7 @@ def test_an_age_is_a_number_and_a_unit(root, age):
 
 @st.composite
 def prompts(draw):
-    """Records of several prompts, each a chain whose stamps fall, in any order."""
+    """Records of several prompts, each a chain with descending stamps, in any order."""
     kept, chains = [], []
     number = 0
     for start in draw(st.lists(st.integers(1, 10**6), max_size=5)):
@@ -140,7 +140,7 @@ def test_the_kept_records_are_prefixes_within_the_limit_and_no_more_than_needed_
     stays = [one for one in kept if one not in gone]
     assert len(gone) == len(victims["age"]) + len(room)
     assert sum(one.nbytes for one in stays) <= max_bytes
-    for chain in chains:  # of those that went for room, none has a continuation that stays
+    for chain in chains:  # no chunk that was deleted for space has a continuation that stays
         places = [place for place, one in enumerate(chain) if one in room]
         assert all(chain[later] in gone for place in places for later in range(place, len(chain)))
     if room:

@@ -1,4 +1,4 @@
-"""`lmcache-async inspect`, over directories that a real engine has filled."""
+"""`lmcache-async inspect` on directories filled by a real engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def root(tmp_path):
 
 
 def test_totals_and_a_line_for_each_namespace(root):
-    damage(record_files(root)[0])  # a payload, which is not read
+    damage(record_files(root)[0])  # the payload is not read
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     id_b = namespace_id(rig_of("model-b").namespace.text)
 

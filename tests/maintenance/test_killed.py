@@ -15,7 +15,7 @@ from tests.maintenance.filled import content, damage, invoke, record_files, told
 
 REPOSITORY = Path(__file__).parents[2]
 CALLS = (1, 2, 3, 5, 8, 11, 14, 20, 35, 60)
-"""System calls at which a command dies; one that has fewer ends by itself."""
+"""System calls at which a command is killed; a command with fewer calls ends by itself."""
 
 
 class Commands:
@@ -33,7 +33,7 @@ class Commands:
         assert self._line() == "ready"
 
     def killed(self, call: int, *arguments: object) -> bool:
-        """Whether it was killed at that call; else it ended by itself before."""
+        """Return whether the command was killed at that call; otherwise it ended before."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{call} {json.dumps([str(argument) for argument in arguments])}\n")
         word, status = self._line().split()

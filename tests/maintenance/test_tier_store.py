@@ -1,4 +1,4 @@
-"""Offline access through a tier: its deadlines, missing capabilities and failures."""
+"""Offline access through a tier: deadlines, missing capabilities and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.maintenance.filled import Failing, sealed, store_of
 
 
 class Silent(DictTier):
-    """Stops answering in the middle of a list, or of a read."""
+    """A tier that stops answering during a list or a read."""
 
     def __init__(self, verb, **options):
         super().__init__(**options)
@@ -56,7 +56,7 @@ async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read(
 
 
 class Mute(DictTier):
-    """Cannot list, nor be written to or removed from."""
+    """A tier without list, put and remove."""
 
     @property
     def capabilities(self):

@@ -1,4 +1,4 @@
-"""`lmcache-async verify`, over directories that a real engine has filled."""
+"""`lmcache-async verify` on directories filled by a real engine."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_encrypted_records_are_verified_by_their_checksum_or_with_the_key(tmp_pa
     assert told("verify", tmp_path / "cache", "--config", config)["encrypted"] == 0
     assert "outer checksum only: 5 records" in invoke("verify", tmp_path / "cache").stdout
 
-    second.write_bytes(first.read_bytes())  # whole, but of another chunk: the key alone can tell
+    second.write_bytes(first.read_bytes())  # a valid record of another chunk: only the key differs
 
     assert told("verify", tmp_path / "cache")["wrong"] == {}
     assert told("verify", tmp_path / "cache", "--config", config, code=1)["wrong"] == {"tag": 1}
@@ -116,5 +116,5 @@ def test_the_rate_is_limited(root, monkeypatch):
 
     found = told("verify", root, "--limit-rate", "1KiB")
 
-    # Bytes beyond the first second's are waited for; the clock stands nearly still here.
+    # The bytes beyond those of the first second have to wait; the clock hardly advances here.
     assert max(waits) == pytest.approx(found["bytes"] / 1024 - 1, abs=5)

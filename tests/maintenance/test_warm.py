@@ -34,7 +34,7 @@ from tests.maintenance.filled import (
 from tests.support.daemons import ThreadedDaemon, socket_path
 
 OTHER = [*TOKENS[:16], *range(7, 27)]
-"""The second prompt of `root`: two chunks are those of TOKENS."""
+"""The second prompt of `root`: two of its chunks are those of TOKENS."""
 INVALID_ADDRESSES = (
     "ftp://x",
     "http://localhost:abc",
@@ -47,7 +47,7 @@ INVALID_ADDRESSES = (
 
 @pytest.fixture
 def config(root, tmp_path, valkey):
-    """cpu, valkey with a prefix of its own, and the filled disk."""
+    """cpu, valkey with its own prefix, and the filled disk."""
     tiers = ["cpu", json.loads(valkey), {"name": "disk", "path": str(root), "max_bytes": "1GiB"}]
     return config_of(tmp_path, *tiers)
 
@@ -263,7 +263,7 @@ ODD_ANSWERS = ("[]", '{"usage": [1]}', '{"usage": {"prompt_tokens": "9", "prompt
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """Says what vLLM says: models, and completions with their usage."""
+    """A server with the routes of vLLM: models, and completions with usage."""
 
     def do_GET(self):
         self._say(200, {"data": [{"id": "the-model"}]})
@@ -304,7 +304,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def vllm():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.asked, server.waiting, server.go_on = [], threading.Event(), threading.Event()
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])  # or its end takes half a second
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])  # or shutdown takes 0.5 s
     thread.start()
     server.url = f"http://127.0.0.1:{server.server_port}"
     yield server

@@ -1,4 +1,4 @@
-"""`examples` is no package that anybody installs: its tests find it from the root of the tree."""
+"""`examples` is not an installed package: its tests import it from the root of the tree."""
 
 from __future__ import annotations
 

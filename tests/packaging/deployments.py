@@ -1,4 +1,4 @@
-"""What the deployment examples say: YAML, the engine's command, and the config that it reads."""
+"""Content of the deployment examples: YAML, the engine's command, and its config."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def option(arguments: Sequence[str], name: str) -> str:
-    """The value of `--name=value`, which is there once."""
+    """Return the value of `--name=value`, which must occur once."""
     [value] = [argument.split("=", 1)[1] for argument in arguments if argument.startswith(f"{name}=")]
     return value
 
 
 def transfer_config(arguments: Sequence[str]) -> dict[str, Any]:
-    """What vLLM is told of the connector."""
+    """Return the connector settings passed to vLLM."""
     found = json.loads(option(arguments, "--kv-transfer-config"))
     assert isinstance(found, dict)
     return found
 
 
 def checked(text: str, password_file: str, directory: Path, logger: LimitedLogger) -> EngineConfig:
-    """The config, every tier and layer of it made as an engine makes them.
+    """Return the config, after creating every tier and layer of it like an engine.
 
     Args:
         text: YAML.
-        password_file: Where the password is in the container; here it is in `directory`.
+        password_file: Path of the password in the container; replaced by a file in `directory`.
     """
     assert text.count(password_file) == 1, f"{password_file} is where the password is mounted"
     password = directory / "password"
@@ -56,7 +56,7 @@ def checked(text: str, password_file: str, directory: Path, logger: LimitedLogge
 
 
 def address(config: EngineConfig, tier: str) -> tuple[str, int]:
-    """Host and port of the tier's server."""
+    """Return host and port of the tier's server."""
     [spec] = [spec for spec in config.tiers if spec.name == tier]
     parts = urlsplit(spec.options["url"])
     assert parts.hostname

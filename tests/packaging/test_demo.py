@@ -1,4 +1,4 @@
-"""The parts of the demo that decide what it reports, without vLLM."""
+"""The parts of the demo that determine its report, without vLLM."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_wrong_answer_fails_the_demo(restart: Answer, what: str) -> None:
 
 
 def slow_cases() -> Cases:
-    """As on a busy machine: right answers and complete hits, many times slower than vLLM's own."""
+    """Cases of a busy machine: right answers and complete hits, many times slower than vLLM's own."""
     cases = Cases()
     for case in (cases.no_connector, cases.pool, cases.pool_at_restart):
         case.add([answer(1, 2)])
@@ -143,7 +143,7 @@ def test_documents_depend_on_their_seed_alone() -> None:
 
 
 def test_dropping_the_page_cache_tells_what_is_left(tmp_path: Path) -> None:
-    """On tmpfs everything is left; on a disk nothing. Either way it is never less than zero or more than all."""
+    """On tmpfs everything remains; on a disk nothing. The number is between zero and the size."""
     path = tmp_path / "record"
     path.write_bytes(os.urandom(1 << 16))
 

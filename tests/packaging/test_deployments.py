@@ -1,4 +1,4 @@
-"""The examples for compose and Kubernetes, without either: what they name is there, and what they say agrees."""
+"""The examples for compose and Kubernetes, without running either: the names exist, and the files agree."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def container(name: str) -> dict[str, Any]:
 
 
 def check_engine(arguments: list[str]) -> None:
-    """VLLM is told of a connector that there is, with settings that it takes."""
+    """Check that vLLM's options name an existing connector with valid settings."""
     transfer = transfer_config(arguments)
     assert transfer["kv_connector"] == NAME
     assert transfer["kv_role"] == "kv_both"

@@ -1,4 +1,4 @@
-"""The docs are tests: every Python example runs, every config loads, every command exists."""
+"""Tests of the docs: every Python example runs, every config loads, every command exists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced piece of a page; one with a title is a file, which the page's other pieces may import."""
+    """A fenced block of a page. One with a title is a file, which other blocks of the page may import."""
 
     page: str
     line: int

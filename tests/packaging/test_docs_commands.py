@@ -1,4 +1,4 @@
-"""Commands and files that the docs show: shells, JSON and TOML read them, and what they name is there."""
+"""Commands and files in the docs: parsed by shells, JSON and TOML, with names that exist."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_extra_in_the_docs_exists() -> None:
     }
 
     assert {"vllm", "testing"} <= shown
-    assert shown <= {*known, "test"}  # which the examples' own distributions have
+    assert shown <= {*known, "test"}  # the example distributions have the extra `test`
 
 
 def test_every_command_that_starts_vllm_names_a_connector_that_there_is() -> None:

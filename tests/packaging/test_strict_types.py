@@ -1,4 +1,4 @@
-"""Tiers as the documentation writes them pass `mypy --strict`, as in a project of their owner."""
+"""Tiers written as in the documentation pass `mypy --strict` in a separate project."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ FolderTier(3)
 
 
 def documented(page: str) -> dict[str, str]:
-    """The Python files of a page that has their names."""
+    """The Python files of a page that have these names."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of `mypy --strict` for each file, with the project's settings and the cache of `make lint`."""
+    """Errors of `mypy --strict` for each file, with the project's settings and the cache of `make lint`."""
     folder = tmp_path_factory.mktemp("typed")
     files = documented("docs/write-a-tier.md")
     assert set(files) == {"my_tiers.py", "test_my_tiers.py"}

@@ -19,7 +19,7 @@ from examples.vllm import chat, openai_client, rag
 
 @contextmanager
 def server(details: dict[str, Any] | None) -> Iterator[str]:
-    """An OpenAI API that gives one token for everything, and these details of the prompt's tokens."""
+    """An OpenAI API that returns one token for every request, with these details of the prompt's tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
@@ -47,7 +47,7 @@ def server(details: dict[str, Any] | None) -> Iterator[str]:
             self.wfile.write(text.encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        thread = threading.Thread(target=httpd.serve_forever, args=[0.01])  # or its end takes half a second
+        thread = threading.Thread(target=httpd.serve_forever, args=[0.01])  # or shutdown takes 0.5 s
         thread.start()
         try:
             yield f"http://127.0.0.1:{httpd.server_port}/v1"
@@ -94,7 +94,7 @@ def test_what_vllm_as_a_library_reports_is_printed(monkeypatch, capsys, cached, 
         def reset_prefix_cache(self) -> bool:
             return True
 
-    # vLLM itself takes half a minute to import, and tests/integration runs the example with it.
+    # Importing vLLM takes half a minute; tests/integration runs the example with it.
     vllm, config = ModuleType("vllm"), ModuleType("vllm.config")
     vllm.LLM, vllm.SamplingParams, config.KVTransferConfig = FakeLLM, dict, dict
     monkeypatch.setitem(sys.modules, "vllm", vllm)

@@ -1,4 +1,4 @@
-"""The tools that measure: that they run, and that what they say can be."""
+"""The measuring tools run, and their results are plausible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queues against what is known of them, and against what must hold for all."""
+"""The queues compared with known results, and invariants of all queues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.scale.queueing import Job, Station, run
 
 @pytest.mark.parametrize("busy", [0.3, 0.5, 0.8])
 def test_one_server_waits_as_known_of_poisson_arrivals_and_equal_work(busy: float) -> None:
-    """M/D/1: on average busy / (2 (1 - busy)) of the work of one."""
+    """M/D/1: the average wait is busy / (2 (1 - busy)) of one service time."""
     dice = random.Random(5)
     station, at_s, jobs = Station("one"), 0.0, []
     for _ in range(60_000):

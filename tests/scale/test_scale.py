@@ -1,4 +1,4 @@
-"""The model of docs/scale.md: what must hold of it, and that the page's tables are what it gives."""
+"""The model of docs/scale.md: its invariants, and that the page's tables are up to date."""
 
 from __future__ import annotations
 
