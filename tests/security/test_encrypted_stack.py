@@ -1,4 +1,4 @@
-"""The tier stack itself lets no plain record out, whatever the stages before it do."""
+"""The tier stack lets no plain record out, whatever the preceding stages do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arena():
 
 @pytest.fixture
 def records():
-    """The records of the tier outside of memory."""
+    """Records of all tiers except memory."""
     return {}
 
 
@@ -52,7 +52,7 @@ def release(buffers):
 
 
 async def given(arena, stack, keys, plain, secret):
-    """What each key came to."""
+    """Result of a get for each key."""
     outcomes = {}
     items = list(zip(keys, plain, strict=True))
     await stack.write(items, outcomes.__setitem__, at_rest=secret)

@@ -49,7 +49,7 @@ def cause_of(record: memoryview, cipher: RecordCipher, key: ChunkKey = CHUNK.key
 
 @pytest.mark.parametrize(
     ("key", "bound", "expected"),
-    [  # of the C2SP's specification; one for each case of the subkey's carry
+    [  # from the C2SP specification; one for each case of the subkey's carry
         (b"\x01" * 32, b"", "ce546ef63c9cc60765923609b33a9a1974e96e52daf2fcf7075e2271"),
         (b"\x03" * 32, b"c2sp.org/XAES-256-GCM", "986ec1832593df5443a179437fd083bf3fdb41abd740a21f71eb769d"),
     ],

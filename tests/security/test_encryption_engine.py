@@ -1,4 +1,4 @@
-"""Encryption at rest through the whole engine: what is on disk is secret, and what comes back is what was stored."""
+"""Encryption at rest through the whole engine: data on disk is secret, and loads return the stored content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiers import registry_of
 
 TOKENS = list(range(100, 136))  # four chunks of 8 and a partial one of 4
 SLOTS = list(range(len(TOKENS)))
-BACK = [slot + 64 for slot in SLOTS]  # where a retrieve writes to
+BACK = [slot + 64 for slot in SLOTS]  # destination slots of a retrieve
 
 
 def key_file(folder: Path, *keys: bytes, name: str = "keys") -> str:
@@ -61,7 +61,7 @@ async def stored(rig: Rig, tokens=TOKENS, **config):
 
 
 async def retrieved(rig: Rig, tokens=TOKENS, **config):
-    """How many tokens came back, right to the last bit; and the engine's counts."""
+    """Return the number of hit tokens, compared bit by bit, and the engine's counts."""
     rig.wipe()
     async with rig.open(**config) as engine:
         mask = await engine.retrieve(tokens, torch.arange(64, 64 + len(tokens)))
@@ -86,7 +86,7 @@ async def test_what_was_stored_comes_back_after_a_restart(tmp_path, keys, tiers)
     assert report.stored == 5
     assert hit == len(TOKENS)
     assert statistics.counts["disk.hits"] == 5
-    assert statistics.arena.leased_slabs == 5 * len(tiers)  # promoted, and nothing else
+    assert statistics.arena.leased_slabs == 5 * len(tiers)  # promoted records only
 
 
 async def test_nothing_on_disk_is_in_the_clear(tmp_path, keys):
@@ -134,7 +134,7 @@ async def test_a_promoted_chunk_is_served_from_memory_and_stays_secret_elsewhere
     assert first.all()
     assert again.all()
     assert counts["far.hits"] == counts["cpu.hits"] == 5
-    assert files(tmp_path) == []  # in the clear it would have been
+    assert files(tmp_path) == []  # without encryption it would have been stored
 
 
 @pytest.mark.parametrize("other", [[1], []], ids=["another key", "no key"])
@@ -175,7 +175,7 @@ async def test_a_key_is_replaced_without_losing_the_cache(tmp_path, keys):
     hit, statistics = await retrieved(
         rig_of(), longer, tiers=tiers, **{"encryption.key_file": key_file(tmp_path, new, name="3")}
     )
-    assert hit == 0  # its first chunks are of the old key
+    assert hit == 0  # its first chunks are encrypted with the old key
     assert statistics.counts["disk.corrupt.cipher_key"] >= 1
 
 
@@ -191,7 +191,7 @@ async def test_a_flipped_bit_ends_the_prefix(tmp_path_factory, where, bit, victi
     data[int(where * (len(data) - 1))] ^= 1 << bit
     order[victim].write_bytes(data)
 
-    hit, _ = await retrieved(rig_of(), **config)  # which compares what came back
+    hit, _ = await retrieved(rig_of(), **config)  # compares the content
 
     assert hit in {0, 8, 16, 24, 32, len(TOKENS)}
 
@@ -211,7 +211,7 @@ async def test_a_record_under_another_name_is_a_miss(tmp_path, keys):
 
 
 class SharingTier(DictTier):
-    """Answers with memory of its own that it keeps, as a tier that joins equal reads may."""
+    """A tier that answers with its own memory and keeps it, like a tier that coalesces equal reads."""
 
     shared: ClassVar[list] = []
 
@@ -382,5 +382,5 @@ async def test_cancelled_anywhere_every_lease_comes_back(tmp_path, keys, steps):
             await turns(steps)
             task.cancel()
             await asyncio.wait({task})
-            await engine.clear(memory_only=True)  # so that the retrieve reads the disk
+            await engine.clear(memory_only=True)  # the retrieve must read the disk
     assert engine.statistics().arena.leased_slabs == 0

@@ -1,4 +1,4 @@
-"""The lookup socket is the user's alone: its directory, who connects, who listens, and how much one may ask."""
+"""Access control of the lookup socket: its directory, its peers, and limits on requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOBODY = 65534
 
 
 class Engine:
-    """Has every key; while the gate is shut nothing is answered."""
+    """An engine that has every key and answers only while the gate is open."""
 
     def __init__(self):
         self.gate = asyncio.Event()
@@ -63,7 +63,7 @@ async def clear(epoch, memory_only):
 
 @pytest.fixture
 def directory():
-    with tempfile.TemporaryDirectory(prefix="lma") as name:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="lma") as name:  # the path of a socket is limited
         yield Path(name)
 
 
@@ -114,7 +114,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 
 
 async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
-    if os.getuid():  # only root can change its user, so pretend that the peer has another one
+    if os.getuid():  # only root can change its user; otherwise pretend that the peer has another one
         monkeypatch.setattr(lookup_server.os, "geteuid", lambda: NOBODY)
     path = directory / "s"
     server = server_at(path)
@@ -242,7 +242,7 @@ async def test_a_place_that_is_let_go_in_time_is_taken(directory):
 
 
 class StubbornEngine(Engine):
-    """Ends a lookup when the gate opens, cancelled or not."""
+    """An engine whose lookup ends when the gate opens, even if cancelled."""
 
     async def lookup_keys(self, keys, *, lookup_id=None):
         self.asked += 1
@@ -325,7 +325,7 @@ async def test_who_does_not_read_answers_is_not_served_on(directory, monkeypatch
         nonsense = encode({"id": 1, "op": "x" * 4000})
         left, answered = memoryview(nonsense * 20_000), 0
         async with asyncio.timeout(60):
-            while left:  # until the server takes no more
+            while left:  # until the socket buffer is full
                 try:
                     left = left[deaf.send(left) :]
                     answered = 0
@@ -372,13 +372,13 @@ async def test_over_tcp_only_those_who_know_the_secret_are_answered():
 
 
 async def test_a_client_does_not_believe_a_server_that_does_not_know_the_secret():
-    """It may hold the port of a server that has ended. What the client sends does not let it prove the secret."""
+    """Another server may have taken the port of one that has ended. The client's messages do not reveal the secret."""
     ended = asyncio.Event()
 
     async def pretend(reader, writer):
         nonce = await reader.readexactly(32)
-        writer.write(nonce)  # the client's own, so that both proofs are of the same nonces
-        writer.write(await reader.readexactly(32))  # and its own proof
+        writer.write(nonce)  # the client's own nonce, so that both proofs are of equal nonces
+        writer.write(await reader.readexactly(32))  # the client's own proof
         await reader.read()
         writer.close()
         await writer.wait_closed()

@@ -1,4 +1,4 @@
-"""Namespaces never mix: what was stored in one is a miss in every other, and a record moved into it is refused."""
+"""Isolation of namespaces: content of one is a miss in all others, and a record moved between them is refused."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_two_namespaces_share_neither_a_root_nor_an_accepted_record(one, other):
     formats = [RecordFormat(engine.text, "layout", "float32", 8) for engine, _ in (one, other)]
     labels = [request.label for _, request in (one, other)]
     roots = [request.root(engine.root()) for engine, request in (one, other)]
-    chunk = Chunk(bytes(16), 0, np.arange(8, dtype=np.int32))  # the keys collide, say
+    chunk = Chunk(bytes(16), 0, np.arange(8, dtype=np.int32))  # simulates a hash collision
     record = sealed(formats[0], chunk, labels[0])
 
     verify(record, format=formats[0], chunk=chunk, request_namespace=labels[0])
@@ -262,7 +262,7 @@ def test_hostile_tenants_adapters_are_told_apart_by_every_byte(tmp_path):
     folder = model_at(tmp_path / "lora", bytes(content))
     careless, careful = AdapterFingerprints(), AdapterFingerprints("blake3")
     before = [names.of(Adapter("sql", str(folder), load_id=1)) for names in (careless, careful)]
-    content[7000] = 1  # between the samples
+    content[7000] = 1  # between the sampled positions
     model_at(folder, bytes(content))
     after = [names.of(Adapter("sql", str(folder), load_id=2)) for names in (careless, careful)]
 

@@ -1,4 +1,4 @@
-"""Nothing that is read may become code: no unpickling, no eval, no loader that runs what it reads."""
+"""Data is never executed: no unpickling, no eval, no loader that runs what it reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "mar
 
 
 def unsafe_in(source: str) -> list[str]:
-    """What there is in it that may run data."""
+    """Return the calls in a file that may execute data."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Secret keys: read strictly, bounded, from safe places alone; shown nowhere."""
+"""Secret keys: parsed strictly, bounded, from safe locations only, and never shown."""
 
 from __future__ import annotations
 

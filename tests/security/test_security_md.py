@@ -1,4 +1,4 @@
-"""SECURITY.md promises nothing that is not there."""
+"""The statements of SECURITY.md hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_names_tests_for_every_defence():
 def test_each_setting_that_it_names_is_one():
     keys = set(known_keys(EngineConfig))
     settings = {name.split(":")[0] for name in NAMED if re.fullmatch(r"[a-z]+[_.][a-z_.]+(: \w+)?", name)}
-    settings -= {"cache_salt"}  # of a request
+    settings -= {"cache_salt"}  # a field of requests
 
     assert {"hash_key_file", "encryption.key_file", "plugins.third_party"} <= settings
     assert settings <= keys

@@ -1,4 +1,4 @@
-"""The engine against a model: whatever happens, a hit is what was stored, and it is a prefix."""
+"""The engine compared with a model: a hit is a prefix, and its content is what was stored."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ class EngineMachine(CacheMachine):
 
 
 class SlowerTierMachine(CacheMachine):
-    """A small tier of somebody else's in front of the disk."""
+    """A small third-party tier in front of the disk."""
 
     def make_tiers(self, directory, max_bytes):
         return [

@@ -1,4 +1,4 @@
-"""Every bundled tier and fake against a dict, on both loops."""
+"""Every bundled tier and fake compared with a dict, on both loops."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Tiers with one fault each, such as people write: the kit has to find every one."""
+"""Tiers with one typical fault each. The kit must detect all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_async.tiers.base import Capabilities, Tier
 
 
 class WrongBytes(DictTier):
-    """Answers with the record of another key."""
+    """Returns the record of another key."""
 
     async def get(self, key, allocate):
         if key not in self.records:
@@ -23,7 +23,7 @@ class WrongBytes(DictTier):
 
 
 class CollidingKeys(DictTier):
-    """Keeps only half of each key."""
+    """Ignores half of each key."""
 
     def short(self, key):
         return key[:15] + b"\x00"
@@ -39,7 +39,7 @@ class CollidingKeys(DictTier):
 
 
 class WrongLength(DictTier):
-    """Gives a whole number of pages, whatever was put."""
+    """Returns whole pages, whatever the size of the record."""
 
     async def get(self, key, allocate):
         record = self.records.get(key)
@@ -51,14 +51,14 @@ class WrongLength(DictTier):
 
 
 class CutsLongOnes(DictTier):
-    """Has room for 64 KiB of each record."""
+    """Truncates records at 64 KiB."""
 
     async def put(self, key, buffer):
         self.records[key] = bytes(buffer.view[:65536])
 
 
 class KeepsLease(DictTier):
-    """Takes a lease of each buffer put, and never gives it back."""
+    """Retains the buffer of each put and never releases it."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -70,7 +70,7 @@ class KeepsLease(DictTier):
 
 
 class ReleasesCallersLease(DictTier):
-    """Gives the caller's lease back, as if it had been handed over."""
+    """Releases the caller's lease."""
 
     async def put(self, key, buffer):
         await super().put(key, buffer)
@@ -78,7 +78,7 @@ class ReleasesCallersLease(DictTier):
 
 
 class KeepsView(DictTier):
-    """Keeps the caller's memory in place of a copy."""
+    """Keeps the caller's memory instead of a copy."""
 
     async def get(self, key, allocate):
         view = self.records.get(key)
@@ -93,7 +93,7 @@ class KeepsView(DictTier):
 
 
 class ChangesCallersBuffer(DictTier):
-    """Scrambles in place before it stores."""
+    """Modifies the caller's buffer before storing it."""
 
     def scramble(self, view):
         for position in range(0, len(view), 1024):
@@ -111,7 +111,7 @@ class ChangesCallersBuffer(DictTier):
 
 
 class LeaksOnCancel(DictTier):
-    """Loses the buffer of a get that is cancelled while the answer arrives."""
+    """Leaks the buffer of a get that is cancelled while the answer arrives."""
 
     async def get(self, key, allocate):
         buffer = await super().get(key, allocate)
@@ -120,7 +120,7 @@ class LeaksOnCancel(DictTier):
 
 
 class LeaksOnCancelledBatch(DictTier):
-    """Loses what a batch has got already when it is cancelled."""
+    """Leaks the buffers received so far when a batch is cancelled."""
 
     async def get_many(self, keys, allocate):
         results = []
@@ -131,7 +131,7 @@ class LeaksOnCancelledBatch(DictTier):
 
 
 class ReadsAfterCancel(DictTier):
-    """Goes on reading the caller's memory in the background after it was cancelled."""
+    """Continues to read the caller's memory in the background after a cancellation."""
 
     async def put(self, key, buffer):
         view = buffer.array
@@ -146,7 +146,7 @@ class ReadsAfterCancel(DictTier):
 
 
 class TornPut(DictTier):
-    """Writes in place, piece by piece: a cancelled or overlapping call finds half a record."""
+    """Writes in place, piece by piece: after a cancellation or during an overlapping call half a record is visible."""
 
     async def put(self, key, buffer):
         record = bytes(buffer.view)
@@ -156,7 +156,7 @@ class TornPut(DictTier):
 
 
 class LosesOnOverwrite(DictTier):
-    """Removes the old record first, and stores nothing when there was one."""
+    """Removes the old record first, and then stores nothing."""
 
     async def put(self, key, buffer):
         if not await self.remove(key):
@@ -164,7 +164,7 @@ class LosesOnOverwrite(DictTier):
 
 
 class CountsTwice(DictTier):
-    """Counts every put, also that of a chunk which is there."""
+    """Counts every put, also of a stored chunk."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -180,7 +180,7 @@ class CountsTwice(DictTier):
 
 
 class ContainsLies(DictTier):
-    """Remembers what it was ever given."""
+    """Reports every key that was ever put."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -195,28 +195,28 @@ class ContainsLies(DictTier):
 
 
 class PrefixOverHoles(DictTier):
-    """Counts how many keys are there, not how many leading ones."""
+    """Returns the number of stored keys instead of the length of the leading run."""
 
     async def count_prefix(self, keys):
         return sum([await self.contains(key) for key in keys])
 
 
 class BatchOutOfOrder(DictTier):
-    """Answers a batch in the order of the keys' values, as its backend does."""
+    """Returns the results of a batch in the order of the keys' values."""
 
     async def get_many(self, keys, allocate):
         return await super().get_many(sorted(keys), allocate)
 
 
 class BatchDropsMisses(DictTier):
-    """Gives no answer for what is not there."""
+    """Omits misses from the results of a batch."""
 
     async def get_many(self, keys, allocate):
         return [result for result in await super().get_many(keys, allocate) if result is not None]
 
 
 class SwallowsCancellation(DictTier):
-    """Takes a cancellation for an error of the backend."""
+    """Handles a cancellation as an error of the backend."""
 
     async def get(self, key, allocate):
         try:
@@ -227,7 +227,7 @@ class SwallowsCancellation(DictTier):
 
 
 class HidesCancellation(DictTier):
-    """Goes on with a put when it is cancelled, and reports success."""
+    """Continues a cancelled put, and reports success."""
 
     async def put(self, key, buffer):
         with contextlib.suppress(asyncio.CancelledError):
@@ -236,7 +236,7 @@ class HidesCancellation(DictTier):
 
 
 class ExceedsCapacity(DictTier):
-    """Evicts after it has stored, in the next turn of the loop."""
+    """Evicts one loop iteration after storing."""
 
     async def put(self, key, buffer):
         limit, self._max_bytes = self._max_bytes, None
@@ -247,7 +247,7 @@ class ExceedsCapacity(DictTier):
 
 
 class EvictsInSilence(DictTier):
-    """Gives records up without counting them."""
+    """Does not count evictions."""
 
     def statistics(self):
         statistics = super().statistics()
@@ -257,9 +257,9 @@ class EvictsInSilence(DictTier):
 
 
 class TornContentPasses(DictTier):
-    """Remembers the payload of what it stored, and mends with it what was cut off: a torn record passes for whole.
+    """Repairs truncated records with the payload last stored: a torn record passes as complete.
 
-    That would be honest, were the memory not of the wrong record: the one put last.
+    The repair would be right if the payload were that of the same record.
     """
 
     async def get(self, key, allocate):
@@ -274,7 +274,7 @@ class TornContentPasses(DictTier):
 
 
 class DropsOnClose(DictTier):
-    """Calls itself persistent, and writes the last record only with the next one."""
+    """Claims to be persistent, but writes each record only with the next one."""
 
     async def __aexit__(self, *error):
         if self.records:
@@ -282,7 +282,7 @@ class DropsOnClose(DictTier):
 
 
 class KeepsLeaseOverClose(KeepsLease):
-    """A tier in the arena that does not give its leases back when it is closed."""
+    """A tier in the arena that does not release its leases when it is closed."""
 
     @property
     def capabilities(self):
@@ -294,7 +294,7 @@ class KeepsLeaseOverClose(KeepsLease):
 
 
 class WritesOnInHandedOut(DictTier):
-    """Hands out one buffer again and again, and writes the next record into it."""
+    """Returns the same buffer each time, and writes the next record into it."""
 
     scratch: ClassVar[Buffer | None] = None
 
@@ -315,7 +315,7 @@ class WritesOnInHandedOut(DictTier):
 
 
 class OtherMemory(DictTier):
-    """Gives buffers of an arena of its own."""
+    """Returns buffers of a separate arena."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -331,7 +331,7 @@ class OtherMemory(DictTier):
 
 
 class MissIsAnError(DictTier):
-    """Raises where there is nothing."""
+    """Raises an error for a miss."""
 
     async def get(self, key, allocate):
         if key not in self.records:
@@ -340,7 +340,7 @@ class MissIsAnError(DictTier):
 
 
 class NoMemoryBreaksBatch(DictTier):
-    """A batch for part of which there is no memory leaks the rest."""
+    """Leaks buffers if memory for a part of a batch is not available."""
 
     async def get_many(self, keys, allocate):
         results = []
@@ -353,14 +353,14 @@ class NoMemoryBreaksBatch(DictTier):
 
 
 class RemovesNothing(DictTier):
-    """Says that it removed a chunk, and keeps it."""
+    """Reports a chunk as removed, and keeps it."""
 
     async def remove(self, key):
         return key in self.records
 
 
 class ListsTwice(DictTier):
-    """Lists keys by page, and the border of a page twice."""
+    """Lists the keys at page boundaries twice."""
 
     async def keys(self):
         for key in list(self.records):
@@ -370,7 +370,7 @@ class ListsTwice(DictTier):
 
 
 class OddErrorWhenClosed(DictTier):
-    """Raises what its backend raises when it is used after it was closed."""
+    """Raises the backend's own error when used after close."""
 
     is_open = True
 
@@ -384,7 +384,7 @@ class OddErrorWhenClosed(DictTier):
 
 
 class BreaksWhenOverlapped(DictTier):
-    """Keeps the record of the call under way in an attribute."""
+    """Keeps the record of the current call in an attribute."""
 
     async def put(self, key, buffer):
         self.current = bytes(buffer.view)
@@ -393,7 +393,7 @@ class BreaksWhenOverlapped(DictTier):
 
 
 class PutComesLater(DictTier):
-    """Says that a chunk is kept before it is there."""
+    """Reports a chunk as stored before it is."""
 
     async def put(self, key, buffer):
         record = bytes(buffer.view)
@@ -401,7 +401,7 @@ class PutComesLater(DictTier):
 
 
 class TextKeys(DictTier):
-    """Cuts keys at zero bytes, as a backend of strings does."""
+    """Truncates keys at zero bytes, like a backend with C strings."""
 
     def text(self, key):
         return key.rstrip(b"\x00 ")

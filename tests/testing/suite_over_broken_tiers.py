@@ -1,4 +1,4 @@
-"""Run by test_kit_finds_broken_tiers.py in a pytest of its own, as a third party runs the kit: in strict mode."""
+"""Run by test_kit_finds_broken_tiers.py in a separate pytest with strict mode, like a third party's tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BrokenConformance(TierConformance):
         return self.kind(records=self.records)
 
     def limit(self, tier, max_bytes):
-        """Only where the fault is about limits: many others do not know of any."""
+        """Set a limit for faults that concern limits; many other broken tiers do not support one."""
         return self.kind(DictConfig(max_bytes=max_bytes)) if self.kind in ABOUT_LIMITS else None
 
     async def damage(self, tier, key, edit):
@@ -35,7 +35,7 @@ class BrokenConformance(TierConformance):
 
 
 class TestDictTier(BrokenConformance):
-    """The control: nothing is wrong with it."""
+    """The control: a correct tier."""
 
 
 for kind in BROKEN:

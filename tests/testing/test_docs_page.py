@@ -1,4 +1,4 @@
-"""docs/test-your-tier.md, as a reader follows it: each page of tests passes in a project of its own."""
+"""The tests of docs/test-your-tier.md pass in a separate project."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ async def put(tier, arena, number):
 
 
 async def holding(arena, *faults):
-    """A FaultyTier with chunk 1, and what its next calls come to."""
+    """A FaultyTier with chunk 1 and the given faults of its next calls."""
     tier = FaultyTier(DictTier())
     await put(tier, arena, 1)
     tier.faults.extend(FaultPlan(faults).faults)

@@ -1,4 +1,4 @@
-"""A kit that passes anything is worthless: each broken tier fails the suite, and an honest one passes."""
+"""Each broken tier fails the conformance suite, and a correct one passes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By the name of the test class: the first case that failed, and what pytest said."""
+    """By name of the test class: the first failing case, and pytest's report."""
     folder = tmp_path_factory.mktemp("third_party")
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     source = Path(__file__).with_name("suite_over_broken_tiers.py").read_text(encoding="utf-8")
@@ -81,5 +81,5 @@ def test_the_suite_fails_a_tier_that(kind: type, failed: dict[str, list[str]]) -
 
 
 def test_a_failure_shows_the_values(outcome: list[dict[str, Any]]) -> None:
-    """As pytest does for asserts of a test's own module: ours are asked to be rewritten."""
+    """As in a test module, because assertion rewriting is enabled for the kit."""
     assert "assert 3 == 2" in outcome[1]["TestPrefixOverHoles"]

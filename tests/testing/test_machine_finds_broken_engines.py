@@ -1,4 +1,4 @@
-"""The state machine over the engine finds planted bugs; each takes one promise of the engine away."""
+"""The state machine of the engine finds planted bugs; each breaks one guarantee."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmcache_async.tiers.writer import TierWriter
 from tests.support.tiers import installed
 
 SETTINGS = settings(
-    max_examples=300,  # it ends with the first that fails
+    max_examples=300,  # it ends at the first failure
     stateful_step_count=25,
     deadline=None,
     database=None,
@@ -31,7 +31,7 @@ SETTINGS = settings(
 class Machine(CacheMachine):
     settings = CacheMachine.settings | {
         "retrieve.timeout_s": 3.0
-    }  # leaked slabs make a retrieve wait that long
+    }  # a retrieve waits this long if slabs are leaked
 
     def make_registry(self):
         return installed()
@@ -42,7 +42,7 @@ def unread(check, view, **options):
 
 
 def no_checksum(monkeypatch):
-    """A flipped byte is served."""
+    """A record with a flipped byte is returned."""
     monkeypatch.setattr(verify_stage, "is_sealed", functools.partial(unread, record.is_sealed))
     monkeypatch.setattr(verify_stage, "verify", functools.partial(unread, record.verify))
 
@@ -55,7 +55,7 @@ def one_namespace(monkeypatch):
 
 
 def leaking_writer(monkeypatch):
-    """A written chunk's lease is kept."""
+    """The lease of a written chunk is not released."""
     real = TierWriter._end
 
     def end(self, item, error):
@@ -66,7 +66,7 @@ def leaking_writer(monkeypatch):
 
 
 def scatter_is_lost(monkeypatch):
-    """Chunks that were read are not copied to device memory."""
+    """Loaded chunks are not copied to device memory."""
 
     async def scatter(self, *arguments, **options):
         await asyncio.sleep(0)

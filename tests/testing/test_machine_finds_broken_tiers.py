@@ -1,4 +1,4 @@
-"""The state machine finds what is wrong with a tier by itself, without a case written for it."""
+"""The state machine finds faults of a tier without specific cases."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lmcache_async.types import ChunkKey
 from tests.testing import broken_tiers
 from tests.testing.broken_tiers import BROKEN
 
-# Generated, not shrunk: that it fails is what we want to know.
+# Generate without shrinking: only the failure matters.
 SETTINGS = settings(
-    max_examples=1000,  # it ends with the first that fails, most often within ten
+    max_examples=1000,  # it ends at the first failure, usually within ten
     stateful_step_count=20,
     deadline=None,
     database=None,
@@ -28,11 +28,11 @@ SETTINGS = settings(
     report_multiple_bugs=False,
 )
 
-# What a machine has no call for: memory refused, memory of somebody else, calls beyond the closing.
+# Faults outside of the machine's calls: refused memory, memory of another arena, calls after close.
 BEYOND_IT = {broken_tiers.NoMemoryBreaksBatch, broken_tiers.OtherMemory, broken_tiers.OddErrorWhenClosed}
 FINDABLE = [kind for kind in BROKEN if kind not in BEYOND_IT]
 
-# A short run with one of these seeds finds what others need some hundred examples for.
+# A short run with one of these seeds finds faults that otherwise take several hundred examples.
 SHORT = settings(SETTINGS, max_examples=30)
 SEEDS = {
     broken_tiers.CountsTwice: 1,
@@ -75,7 +75,7 @@ def test_the_machine_passes_an_honest_tier() -> None:
 
 
 class LateTier(DictTier):
-    """What a cancelled `put` or `remove` has sent is read only after the call behind it, as in a network."""
+    """A cancelled `put` or `remove` takes effect only after the next call, as with a network."""
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)

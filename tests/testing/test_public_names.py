@@ -1,4 +1,4 @@
-"""Public names of `lmcache_async.testing`, and which of them work without a test runner."""
+"""Public names of `lmcache_async.testing`, and those that work without a test runner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def run(folder: Path, missing: str, code: str) -> Ended:
-    """Run the code where the package `missing` cannot be imported."""
+    """Run code in which the package `missing` cannot be imported."""
     program = f"import sys\nsys.modules[{missing!r}] = None\nfrom lmcache_async.errors import *\n{code}\n"
     (folder / "program.py").write_text(program, encoding="utf-8")
     return forked_python.run("program.py", cwd=folder, path=[ROOT])

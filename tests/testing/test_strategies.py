@@ -1,4 +1,4 @@
-"""The strategies give what they say, and stacks of faulty tiers keep the stack's promises."""
+"""The strategies generate what they document, and stacks of faulty tiers keep the guarantees of a stack."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_plan_has_the_kinds_and_the_size_asked_for(plan):
 @given(data=st.data(), numbers=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 @settings(max_examples=30, deadline=None)
 def test_a_stack_of_faulty_tiers_gives_a_prefix_of_what_was_written(data, numbers):
-    """Whatever its tiers do: no error, no buffer behind a hole, no lease left, and what is proven is right."""
+    """Whatever the tiers do: no error, no buffer after a hole, no remaining lease, and proven content is right."""
     stack = data.draw(tier_stacks())
     arena = small_arena(24)
 

@@ -1,4 +1,4 @@
-"""What tests of tiers have in common."""
+"""Fixtures for tests of tiers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def config(tmp_path: Path) -> DiskConfig:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A real S3 server, one for all tests; each takes a prefix of its own."""
+    """A real S3 server for all tests; each test has its own prefix."""
     with started(S3Server(tmp_path_factory.mktemp("s3"))) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def mooncake_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
-    """A real master with memory in another process, one for all tests; each takes a prefix of its own."""
+    """A real master with memory in another process, for all tests; each test has its own prefix."""
     with running(tmp_path_factory.mktemp("mooncake")) as pool:
         yield pool

@@ -1,9 +1,8 @@
 """A program for the crash test: forks writers that store records until they are killed.
 
-Each line of its input, `<directory> <max bytes> <first number> <call>`, starts one. The writer prints its
-process id, then `stored <number>` for each record that its tier has taken, and kills itself at its
-`call`-th system call on a file (before it when that is even, after it when odd; never when it is 0). When
-it is dead, `dead <status>` is printed.
+Each line of its input, `<directory> <max bytes> <first number> <call>`, starts one. The writer prints its process id,
+then `stored <number>` for each stored record, and kills itself at its `call`-th system call on a file (before an even
+one, after an odd one, never for 0). When it is dead, `dead <status>` is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CALLS = ("open", "pwrite", "utime", "fsync", "replace", "unlink", "close", "mkdi
 
 
 def die_at(call: int) -> None:
-    """Count the calls that the tier's threads make of these functions, and die at one of them."""
+    """Count the calls of these functions by the tier's threads, and kill the process at one of them."""
     numbers = itertools.count(1)
 
     def wrap(name: str) -> None:

@@ -1,8 +1,8 @@
-"""Processes of their own for the disk tier's tests: forked from one that has imported everything and has no threads.
+"""Child processes for the disk tier's tests, forked from one that has imported everything and has no threads.
 
-Each line of its input, `<function> <JSON arguments>`, forks a child that runs that function of this module. What
-the child prints is passed on; when it is dead, `dead <status>` is printed. A child that is to stay says
-`ready` and reads its orders from a FIFO of its own.
+Each line of its input, `<function> <JSON arguments>`, forks a child that runs that function of this module. The
+output of the child is passed on; when it is dead, `dead <status>` is printed. A child that has to stay prints `ready`
+and reads commands from its own FIFO.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOBODY = 65534
 
 
 class Children:
-    """The parent's side: start functions of this module in processes of their own."""
+    """The parent's side: starts functions of this module in child processes."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -47,7 +47,7 @@ class Children:
         assert self._line() == "ready"
 
     def start(self, function: str, **arguments: object) -> Iterator[str]:
-        """What it prints, line by line; the last one is `dead <status>`."""
+        """Yield the output line by line; the last line is `dead <status>`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{function} {json.dumps(arguments)}\n")
         while True:
@@ -57,7 +57,7 @@ class Children:
                 return
 
     def run(self, function: str, **arguments: object) -> list[str]:
-        """All that it printed; it ended well."""
+        """Return the whole output; the child must have exited normally."""
         *lines, last = self.start(function, **arguments)
         assert last == "dead 0", "\n".join(lines)
         return lines
@@ -81,7 +81,7 @@ def say(text: str) -> None:
 
 
 class Rig:
-    """A tier, an arena for it, and verbs that tell what became of it in a word."""
+    """A tier, an arena for it, and calls whose results are words."""
 
     def __init__(self, config: DiskConfig, slabs: int = 8) -> None:
         self.config = config
@@ -111,7 +111,7 @@ class Rig:
         return await self.arena.lease(nbytes, timeout_s=5)
 
     def check(self) -> None:
-        """Nothing is leaked, and what is counted is what is there."""
+        """Check that nothing is leaked and that the counters match the directory."""
         assert self.arena.statistics().leased_slabs == 0
         files = [p for p in self.config.root.rglob("*") if p.is_file() and p.name != "lock"]
         assert all(path.parent.name == path.name[:2] for path in files), files
@@ -122,11 +122,11 @@ def open_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-# What children do.
+# Functions for children.
 
 
 def own(path: str, ready: str) -> None:
-    """Open the directory and keep it until killed; with a forked child of its own that does nothing."""
+    """Open the directory and keep it until killed, with an idle forked child."""
 
     async def do() -> None:
         async with DiskTier(DiskConfig(path=path, max_bytes=1 << 20)):
@@ -141,7 +141,7 @@ def own(path: str, ready: str) -> None:
 
 
 def use_after_fork(path: str) -> None:
-    """A forked child is refused by the tier that it inherited, and by the directory; the parent goes on."""
+    """In a forked child the inherited tier and the directory refuse use; the parent continues."""
 
     async def do() -> None:
         rig = Rig(DiskConfig(path=path, max_bytes=1 << 20))
@@ -158,7 +158,7 @@ def use_after_fork(path: str) -> None:
             if left == 0:
                 signal.pause()
                 os._exit(0)
-        async with DiskTier(rig.config):  # though a child lives that was forked while it was open
+        async with DiskTier(rig.config):  # although a child forked while it was open is alive
             say("reopened")
         os.kill(left, signal.SIGKILL)
         os.waitpid(left, 0)  # noqa: ASYNC222
@@ -184,7 +184,7 @@ def _in_forked_child(rig: Rig) -> None:
 
 
 def small_files(path: str) -> None:
-    """No file may have more than two pages; then they may."""
+    """Limit files to two pages, then remove the limit."""
 
     async def do() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -204,7 +204,7 @@ def small_files(path: str) -> None:
 
 
 def full_disk(path: str) -> None:
-    """A file system of its own that is much smaller than the tier thinks; without one, files may not grow."""
+    """A file system much smaller than the tier's limit, or a limit on file size if mounting is not permitted."""
 
     async def do(root: Path, mounted: bool) -> None:
         rig = Rig(DiskConfig(path=root / "kv", max_bytes=64 * SLAB_BYTES))
@@ -213,13 +213,13 @@ def full_disk(path: str) -> None:
             fds = open_fds()
             if mounted:
                 for number in range(1, 40):
-                    assert await rig.put(number) == "stored"  # old ones make room
+                    assert await rig.put(number) == "stored"  # old records are evicted
                     rig.check()
                 assert rig.tier.statistics().evictions > 10
                 ballast = root / "ballast"
                 _fill(ballast)
                 _fill(ballast)
-                assert await rig.put(100) == "stored"  # in the place of an old one
+                assert await rig.put(100) == "stored"  # replaces an old record
                 rig.check()
                 await rig.tier.clear()
                 _fill(ballast)
@@ -244,7 +244,7 @@ def _fill(ballast: Path) -> None:
 
 
 def _mount_tmpfs(path: Path) -> bool:
-    """In a mount namespace of this process alone, so nothing is left behind."""
+    """In a private mount namespace, so nothing remains afterwards."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -262,7 +262,7 @@ def _mount_tmpfs(path: Path) -> bool:
 
 
 def two_mounts(path: str, other: str) -> None:
-    """The same directory by another mount, where that can be had, and by a link."""
+    """The same directory through another mount, if permitted, and through a link."""
 
     async def do() -> None:
         ways = [Path(other) / "link"]
@@ -292,7 +292,7 @@ def _bind(path: str, other: Path) -> bool:
 
 
 def no_rights(path: str) -> None:
-    """Rights are taken away and given back, as somebody who is not root."""
+    """Permissions are removed and restored, as a user other than root."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -342,9 +342,9 @@ SYSTEM_CALLS = (
 
 
 def die_at_call(path: str, max_bytes: int, call: int, torn: bool) -> None:
-    """Use a tier; before its `call`-th system call be killed, or in the middle of it if it is a write.
+    """Use a tier, and be killed before its `call`-th system call, or in the middle of it if it is a write.
 
-    Prints every call that has ended, with the names it was given, and every verb that has.
+    Prints every system call that has ended, with its paths, and every finished method.
     """
     _kill_before(call, torn=torn)
 

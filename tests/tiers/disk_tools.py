@@ -1,4 +1,4 @@
-"""What tests do to the disk tier's directory and to the system calls that it makes."""
+"""Tools to change the disk tier's directory and to replace its system calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def put(tier: DiskTier, arena: Arena, *numbers: int) -> None:
 
 
 async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
-    """Whether it is there; what is there is right."""
+    """Return whether the chunk is a hit, and compare its content."""
     buffer = await tier.get(key_of(number), allocate)
     if buffer is None:
         return False
@@ -52,7 +52,7 @@ async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
 
 
 class FailingCall:
-    """Stands for an os function; fails as told, else does what it should."""
+    """A replacement of an os function that fails on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.error = 0
@@ -72,7 +72,7 @@ class FailingCall:
 
 
 class Gate:
-    """Stands for an os function; while it is shut, calls stop until it is opened."""
+    """A replacement of an os function that blocks while the gate is shut."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.calls = 0
@@ -102,6 +102,6 @@ class Gate:
 
 
 async def turns() -> None:
-    """Let everything run that can run without a thread."""
+    """Run the loop until only threads can make progress."""
     for _ in range(10):
         await asyncio.sleep(0)

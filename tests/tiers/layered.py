@@ -1,4 +1,4 @@
-"""What tests of layers share: virtual time, a tier that does as it is told, chunks as plain bytes."""
+"""Tools for tests of layers: virtual time, a scripted tier, chunks as plain bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HANG = object()
 
 
 class VirtualSelector(selectors.DefaultSelector):
-    """Never waits: where the loop would, its time jumps."""
+    """A selector that advances virtual time instead of waiting."""
 
     loop: VirtualLoop
 
@@ -37,7 +37,7 @@ class VirtualSelector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose time passes at once when there is nothing to do."""
+    """A loop with virtual time, which advances when nothing is ready."""
 
     def __init__(self):
         self.now = 1000.0
@@ -66,14 +66,14 @@ def now() -> float:
 
 
 class ToldTier(DictTier):
-    """Does with each call what it is told, first in first out: an error, a delay in seconds, HANG or None.
+    """A tier with scripted results, first in first out: an error, a delay in seconds, HANG or None.
 
     Attributes:
-        told: For calls, whatever the verb.
-        told_of: For single chunks, by key: errors that `get_many` and `put_many` answer.
-        calls: The verb and the keys of each call, in order.
-        busy: Calls under way.
-        peak: The most there ever were.
+        told: Results of calls of any method.
+        told_of: Errors of single chunks in `get_many` and `put_many`, by key.
+        calls: Method and keys of each call, in order.
+        busy: Number of running calls.
+        peak: Maximum of `busy`.
     """
 
     def __init__(self, *, far=True):
@@ -140,10 +140,10 @@ class ToldTier(DictTier):
 
 
 class LayeredTier(HandleTier):
-    """A tier with layers around it, outermost first.
+    """A tier with layers, outermost first.
 
     Attributes:
-        layer: The outermost layer that was given.
+        layer: The outermost layer.
     """
 
     def __init__(self, inner, *layers, timeout_s=30.0, close_timeout_s=None):
@@ -196,7 +196,7 @@ def fill(tier: DictTier, count: int) -> DictTier:
 
 
 def chunk(arena: Arena, number: int) -> Buffer:
-    """A leased buffer with that chunk's content."""
+    """A leased buffer with the content of a chunk."""
     data = content(number)
     buffer = arena.lease_nowait(len(data))
     assert buffer is not None
@@ -221,7 +221,7 @@ def allocator(arena: Arena) -> Allocate:
 
 
 def taken(result: object) -> object:
-    """The content of a buffer that a get gave, whose lease ends here; what is none as it is."""
+    """Release a buffer returned by a get and return its content; return other results unchanged."""
     if not isinstance(result, Buffer):
         return result
     with result:
@@ -229,7 +229,7 @@ def taken(result: object) -> object:
 
 
 async def call(tier, verb: str, arena: Arena) -> object:
-    """Call one method for chunk 1, or for the chunks 0 to 3, and return what it gives; see `taken`."""
+    """Call one method for chunk 1, or for the chunks 0 to 3, and return the result; see `taken`."""
     keys = [key(number) for number in range(4)]
     with chunk(arena, 1) as buffer:
         calls = {

@@ -1,4 +1,4 @@
-"""A door between a client and a real server: it can be shut, break, refuse, and answer in the server's place."""
+"""A TCP proxy before a real server: it can stop, break or refuse connections, or answer instead of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIECE = 1 << 16
 
 
 class Door:
-    """One direction. Bytes pass while it is open; after `break_after` of one connection, that breaks."""
+    """One direction. It passes bytes while open, and breaks a connection after `break_after` bytes."""
 
     def __init__(self) -> None:
         self.break_after: int | None = None
@@ -30,7 +30,7 @@ class Door:
         self._open.set()
 
     async def reached(self) -> None:
-        """Wait until bytes stand before the shut door."""
+        """Wait until bytes arrive while it is shut."""
         async with asyncio.timeout(DEADLINE_S):
             await self._waiting.wait()
 
@@ -50,15 +50,15 @@ class Door:
 
 
 class Proxy:
-    """Listens on `port`, with TLS if it has a context, and passes on to the server's.
+    """Listens on `port`, with TLS if it has a context, and forwards to the server's port.
 
     Attributes:
-        requests: The door to the server.
-        answers: The door back.
+        requests: The direction to the server.
+        answers: The direction to the client.
         refuses: Whether new connections are reset.
-        answer: Given instead of the server's to every request, if it is not empty.
-        connections: That are there now.
-        most_connections: That were there at one time.
+        answer: Sent for every request instead of the server's answer, if not empty.
+        connections: Number of open connections.
+        most_connections: Maximum of `connections`.
     """
 
     def __init__(self, server_port: int, *, tls: ssl.SSLContext | None = None) -> None:
@@ -91,13 +91,13 @@ class Proxy:
         await self._server.wait_closed()
 
     async def cut(self) -> None:
-        """Break every connection there is."""
+        """Break all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.refuses or self._closing:  # what the loop had accepted comes after the closing
+        if self.refuses or self._closing:  # the loop may have accepted it before
             writer.transport.abort()
             return
         task = asyncio.ensure_future(self._serve(reader, writer))
@@ -138,6 +138,6 @@ class Proxy:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """A task that is cancelled before it began closes nothing. Who closed already may have more to send."""
+    """Abort both sides. A task cancelled before its start closes nothing; a closed transport may have more to send."""
     if not writer.transport.is_closing():
         writer.transport.abort()

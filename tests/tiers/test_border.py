@@ -1,7 +1,7 @@
-"""An engine outlives a misbehaving tier, with the default layers and without any, on both kinds of loops.
+"""An engine survives a misbehaving tier, with the default layers and without layers, on both kinds of loops.
 
-Each misbehaviour meets each of these once: with the default layers on a loop thread, as in vLLM, and without
-layers on the loop of the caller.
+Each misbehaviour is tested once with the default layers on a loop thread, as in vLLM, and once without layers on the
+caller's loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The count of calls under way."""
+"""The number of running calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cpu tier: the contract, and that it lives in the arena without taking it over."""
+"""The cpu tier: the contract, and its use of the arena."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def never(nbytes: int) -> Buffer:
 
 
 class TestCPUTier(TierConformance, SuffixEvictionConformance):
-    many_keys = 500  # the arena of the suite holds some forty
+    many_keys = 500  # the suite's arena holds about forty
 
     @pytest.fixture
     def tier(self) -> CPUTier:
@@ -187,7 +187,7 @@ async def test_a_tier_without_an_arena_does_not_open() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("lrpgdf"), st.integers(0, 9)), max_size=60))
 async def test_any_use_gives_every_slab_back(steps: list[tuple[str, int]]) -> None:
-    """Lease, release, put, get, drop (remove) and fill, in any order, against a dict."""
+    """Lease, release, put, get, drop (remove) and fill in any order, compared with a dict."""
     arena = small_arena(4)
     tier = CPUTier(CPUConfig(max_bytes=3 * SLAB_BYTES))
     tier.bind(arena)
@@ -207,7 +207,7 @@ async def test_any_use_gives_every_slab_back(steps: list[tuple[str, int]]) -> No
                 buffer = leases[number % len(leases)]
                 if not known:
                     if buffer.shared:
-                        continue  # nobody puts one record under two keys: neither could be reclaimed then
+                        continue  # one record under two keys could never be reclaimed; the engine does not do this
                     buffer.resize(2)
                     buffer.view[:] = bytes([number, number])
                 try:

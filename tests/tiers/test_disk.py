@@ -1,4 +1,4 @@
-"""The disk tier: the contract, and what disks and people do to a directory."""
+"""The disk tier: the contract, and changes to its directory from outside."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_foreign_files_are_neither_counted_nor_deleted(
         config.root / "notes.txt",
         config.root / "tmp" / "download.part",
         config.root / "zz" / name,
-        config.root / "ab" / name,  # another shard's
+        config.root / "ab" / name,  # in another shard
         config.root / name[:2] / (name + ".bak"),
         config.root / name[:2] / name.upper().replace("0", "F"),
     ]
@@ -505,7 +505,7 @@ async def test_a_file_system_without_direct_io_is_found_out(
         assert await get(tier, allocate, 1)
     with pytest.raises(ConfigError, match="odirect"):
         await DiskTier(config.model_copy(update={"odirect": True})).__aenter__()
-    async with DiskTier(config) as tier:  # the refusal left the lock to others
+    async with DiskTier(config) as tier:  # the refused open has released the lock
         assert await get(tier, allocate, 1)
 
 

@@ -1,4 +1,4 @@
-"""Records that are broken, and things that lie where a record should: never served, counted, told, put aside."""
+"""Broken records, and other files in their place: never served, counted, logged, set aside."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_broken_record_is_kept_in_the_quarantine_by_option(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     async with DiskTier(keeping) as tier:
-        assert tier.statistics().chunks == 2  # what is in there is not found again
+        assert tier.statistics().chunks == 2  # files in that directory are not found again
         assert len(kept(keeping)) == 1
 
 
@@ -145,7 +145,7 @@ async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping: DiskConfig
     small = keeping.model_copy(update={"max_quarantine_bytes": RECORD_BYTES})
     (keeping.root / "quarantine" / "notes.txt").write_text("mine")
     async with DiskTier(small):
-        assert len(kept(small)) == 2  # one record, and what is not ours
+        assert len(kept(small)) == 2  # one record, and a foreign file
 
 
 async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(
@@ -187,7 +187,7 @@ async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_co
 
         assert await tier.contains_many([key_of(1), key_of(2), key_of(3)]) == [False, False, True]
         assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
-        await put(tier, arena, 4)  # one is deleted by the way, the other not yet
+        await put(tier, arena, 4)  # one was deleted in the process, the other not yet
         assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
         await put(tier, arena, 1)
         assert await get(tier, allocate, 1)
@@ -205,7 +205,7 @@ async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
         assert not await get(tier, allocate, 1)
         await put(tier, arena, 1)
 
-        assert unlink.times == 1  # the new file took its place
+        assert unlink.times == 1  # the new file replaced it
         unlink.times = 0
         assert await get(tier, allocate, 1)
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
@@ -225,7 +225,7 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(
             os.mkfifo(path)
         elif thing == "socket":
             here = Path.cwd()
-            os.chdir(path.parent)  # a socket's path has to be short
+            os.chdir(path.parent)  # the path of a socket is limited
             with socket.socket(socket.AF_UNIX) as server:
                 server.bind(path.name)
             os.chdir(here)
@@ -238,7 +238,7 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(
         assert tier.statistics().corrupt_by_cause == {"file": 1}
         assert not await tier.contains(key_of(1))
         assert elsewhere.exists()
-        if thing == "directory":  # not ours to delete
+        if thing == "directory":  # a foreign entry, which is not deleted
             with record(arena, 1) as buffer, pytest.raises(TierUnavailableError, match="directory"):
                 await tier.put(key_of(1), buffer)
             assert (path / "inside").exists()
@@ -260,7 +260,7 @@ async def test_somebodys_fifo_under_the_name_of_our_next_file_stays(
         os.mkfifo(path)
 
     async with DiskTier(config) as tier:
-        for _ in range(3):  # each try takes the next name
+        for _ in range(3):  # each attempt uses the next name
             with record(arena, 1) as buffer, suppress(TierUnavailableError):
                 await tier.put(key_of(1), buffer)
 
@@ -302,7 +302,7 @@ async def test_a_scrub_proves_every_record_and_finds_what_nobody_asked_for(
         flip_payload(config, 2)
         damage(config, 3, "length")
         path_of(config, 4).unlink()
-        path_of(config, 5).replace(path_of(config, 0))  # whole, and another's
+        path_of(config, 5).replace(path_of(config, 0))  # a valid record of another key
 
         report = await tier.scrub()
 
@@ -359,7 +359,8 @@ async def test_a_scrub_keeps_its_rate(
         await tier.scrub(max_bytes_per_s=RECORD_BYTES // 96)
         monkeypatch.undo()
 
-    # A record takes 96 s at that rate, and the sleeper does not sleep: each pause is longer by that.
+    # A record takes 96 s at that rate, and the fake sleep does not advance the clock, so each pause is that much
+    # longer.
     assert len(pauses) == 4
     assert all(96 * (n + 1) - 30 < pause <= 96 * (n + 1) for n, pause in enumerate(pauses))
 

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was stored is served, nothing torn is, and the bytes are exact."""
+"""kill -9 at any moment: stored records are served, torn ones are not, and the byte count is exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tiers.disk_child import Children, Rig
 from tests.tiers.disk_tools import RECORD_BYTES
 
 REPOSITORY = Path(__file__).parents[2]
-# Writers killed from outside after so many records, and those that die at a system call of theirs.
+# Writers killed from outside after a number of records, and writers that kill themselves at a system call.
 KILLS = 6
 CALLS = (1, 2, 3, 5, 8, 9, 12, 14, 17, 20, 22, 25, 27, 30, 40, 43, 46, 60, 61, 75, 76)
 
@@ -43,7 +43,7 @@ class Writers:
         assert self._line() == ["ready"]
 
     def run(self, config: DiskConfig, first: int, *, call: int = 0, kill_after: int = 0) -> set[int]:
-        """Let a writer live until it is killed; the numbers of the records that it reported stored."""
+        """Run a writer until it is killed, and return the numbers of the records that it reported as stored."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{config.path} {config.max_bytes} {first} {call}\n")
         _, pid = self._line()
@@ -79,7 +79,7 @@ def writers() -> Iterator[Writers]:
 
 
 async def check_directory(config: DiskConfig) -> set[int]:
-    """Open it after a crash; the numbers of the records that are there, each one intact."""
+    """Open the directory after a crash, and return the numbers of its records, which must be intact."""
     arena = Arena(4 * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
 
     async def allocate(nbytes: int) -> Buffer:
@@ -126,7 +126,7 @@ def test_a_directory_survives_kill_9_at_any_moment(writers: Writers, tmp_path: P
 
 @dataclass
 class Crash:
-    """What one life of a process came to, from the system calls that had ended when it was killed."""
+    """Expected content after a crash, from the system calls that had ended before."""
 
     config: DiskConfig
     finished: bool = False
@@ -157,7 +157,7 @@ class Crash:
             assert word in {"get", "dead"}, line
 
     async def check(self) -> None:
-        """The directory opens, has what was published and nothing else, and takes more."""
+        """Check that the directory opens, has exactly the published records, and accepts more."""
         rig = Rig(self.config)
         async with rig.tier as tier:
             rig_keys = {key.hex() async for key in tier.keys()}  # noqa: SIM118 - no dict
@@ -185,7 +185,7 @@ def children() -> Iterator[Children]:
 
 
 def test_a_directory_survives_kill_9_before_every_system_call(children: Children, tmp_path: Path) -> None:
-    """Before each, and so after each; of each write the first page is written already."""
+    """Before each call, and thereby after each; of each write, the first page is written."""
     call = 0
     seen: set[str] = set()
     while True:

@@ -1,4 +1,4 @@
-"""The disk tier's index: bytes are exact whatever happens, and times keep prefixes the newest."""
+"""The disk tier's index: exact byte counts, and times that keep prefixes the newest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 @given(data=st.data())
 def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataObject) -> None:
-    """The model is the disk itself: sizes of files published, and of those being written."""
+    """The model is the disk: the sizes of published files and of those being written."""
     index = DiskIndex(10 * PAGE)
     disk: dict[int, int] = {}
     writing: dict[int, Reservation] = {}
@@ -48,7 +48,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             reservation = writing.pop(number)
             for victim in reservation.victims:
                 del disk[int.from_bytes(victim, "big")]
-            disk[number] = reservation.entry.nbytes  # replaces an undeletable one
+            disk[number] = reservation.entry.nbytes  # replaces one that cannot be deleted
             index.commit(reservation)
             assert key not in index.undeletable
         elif verb == "f" and number in writing:
@@ -153,7 +153,7 @@ def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts: list[int], mi
     stamps = [entry.stamp for key in prompt if (entry := index.entry(key)) is not None]
     assert stamps == sorted(stamps, reverse=True)
     assert len(set(stamps)) == len(stamps)
-    assert stamps[0] == clock.now  # what the chunks read continue is in use as well
+    assert stamps[0] == clock.now  # the prefix of the chunks read counts as used too
 
 
 def test_stamps_change_at_most_once_in_a_while() -> None:

@@ -1,4 +1,4 @@
-"""The disk tier against a dict, over restarts, damage and a limit that is reached; and its files, to the byte."""
+"""The disk tier compared with a dict, with restarts, damage and a reached limit; also its files, byte by byte."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DiskMachine(TierMachine):
     @rule()
     def restart_after_a_kill(self) -> None:
         name = key_of(3).hex()
-        (self.root / "tmp" / f"{name}.12").write_bytes(b"x" * 5000)  # what a killed writer leaves
+        (self.root / "tmp" / f"{name}.12").write_bytes(b"x" * 5000)  # left by a killed writer
         self.restart()
         assert list((self.root / "tmp").iterdir()) == []
 

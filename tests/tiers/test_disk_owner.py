@@ -1,4 +1,4 @@
-"""A directory has one owner at a time, by whatever name and in whatever process; its files are nobody else's."""
+"""A directory has one owner at a time, whatever its name and process, and its files are private."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_links_and_further_mounts_lead_to_the_same_lock(
     other.mkdir()
     said = children.run("two_mounts", path=str(config.path), other=str(other))
 
-    assert len(said) in {1, 2}  # the mount needs rights
+    assert len(said) in {1, 2}  # mounting needs rights
     assert all(line.startswith("refused: ") and "is in use by process" in line for line in said)
 
 

@@ -1,4 +1,4 @@
-"""Reads of record files in pieces: each record gets its own bytes, older calls first, and no memory is held at the end."""
+"""Reads of record files in pieces: each record gets its own bytes, older calls are first, memory is released."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ THREADS = 4
 
 
 class Rig:
-    """Records of whole pieces in a directory, and their reads."""
+    """Records of whole pieces in a directory, and reads of them."""
 
     def __init__(self, root: Path) -> None:
         self.directory = RecordDirectory(root)
@@ -84,7 +84,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 class Log:
-    """The pieces that were read, in order, as number of the record and offset. Reads wait while it is shut."""
+    """Pieces read, in order, as record number and offset. Reads block while it is shut."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
         self.pieces: list[tuple[int, int]] = []
@@ -319,7 +319,7 @@ async def test_no_memory_is_held_when_the_reads_have_ended(
 
     log.fail = fail
     gc.collect()
-    gc.disable()  # nothing may wait for a collection
+    gc.disable()  # nothing may depend on a collection
     try:
         memories = [np.zeros(nbytes, np.uint8) for _ in range(4)]
         gone = [weakref.ref(memory) for memory in memories]

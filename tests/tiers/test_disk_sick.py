@@ -1,4 +1,4 @@
-"""A disk that is full, read-only, gone, locked up or stuck: misses and drops, and it works again when it is back."""
+"""A disk that is full, read-only, missing, locked or stuck: misses and drops, and recovery afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where somebody who is not root may make directories, and get to."""
+    """A directory in which a user other than root may create directories."""
     path = tmp_path_factory.mktemp("open")
     path.chmod(0o777)
     closed = [
@@ -64,7 +64,7 @@ def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_ro
     assert said[0] in {
         "mounted",
         "not mounted",
-    }  # without the right to mount, see the test of files that may not grow
+    }  # without the right to mount, see the test with a limit on file size
     assert said[1:] == ["stored", "stored hit"]
 
 
@@ -161,7 +161,7 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
             await inner.put(key_of(1), buffer)
         fds = open_fds()
         gate.shut()
-        for number in range(2, 6):  # more than there are threads
+        for number in range(2, 6):  # more than the number of threads
             if call == "preadv":
                 with pytest.raises(TierUnavailableError, match="no answer in"):
                     await tier.get(key_of(1), allocate)
@@ -173,9 +173,9 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
                     await tier.put(key_of(number), buffer)
         await turns()
         late, leased = handle.late_calls, arena.statistics().leased_slabs - free
-        there = await tier.contains(key_of(1))  # what needs no disk goes on
+        there = await tier.contains(key_of(1))  # operations without disk access continue
         gate.open()
-        assert (late, leased, there) == (2, 2, True)  # the other two never began, and have ended
+        assert (late, leased, there) == (2, 2, True)  # the other two were never started, and have ended
         assert await handle.drain(timeout_s=60)
 
         assert arena.statistics().leased_slabs == free
@@ -251,7 +251,7 @@ async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others
 
 
 async def reopened(config: DiskConfig, *, holds: int) -> None:
-    """It can be opened, soon, and has so many records."""
+    """Check that the tier can be opened soon, and has this number of records."""
     async with asyncio.timeout(60):
         while True:
             try:

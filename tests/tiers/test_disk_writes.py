@@ -1,4 +1,4 @@
-"""Writes into a full directory of the disk tier: room is made beside them, and what is counted is there."""
+"""Writes into a full directory of the disk tier: eviction runs concurrently, and counts match the directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, ge
 
 @pytest.fixture
 def config(config: DiskConfig) -> DiskConfig:
-    """Room for two records, and one thread that writes."""
+    """A config with room for two records, and one thread for writes."""
     return config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
 
 
@@ -27,7 +27,7 @@ def config(config: DiskConfig) -> DiskConfig:
 async def put_that_waits_for_room(
     config: DiskConfig, arena: Arena, gate: Gate
 ) -> AsyncIterator[tuple[DiskTier, asyncio.Task[None]]]:
-    """A full tier, and a put of record 3 whose victim is being deleted as long as the gate is shut."""
+    """Fill a tier and start a put of record 3, whose victim is being deleted while the gate is shut."""
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         with record(arena, 3) as buffer:
@@ -46,7 +46,7 @@ async def test_while_room_is_made_for_one_record_others_are_read(
 ) -> None:
     gate = Gate(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
-        assert await get(tier, allocate, 2)  # by the one thread that also writes
+        assert await get(tier, allocate, 2)  # in the only thread, which also writes
         assert not await tier.contains(key_of(1))
         assert not task.done()
         gate.open()
@@ -80,7 +80,7 @@ async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(
         with record(arena, 4) as buffer:
             second = asyncio.create_task(tier.put(key_of(4), buffer))
             await turns()
-            assert not await tier.contains(key_of(2))  # to be its victim
+            assert not await tier.contains(key_of(2))  # chosen as victim
             second.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await second

@@ -184,7 +184,7 @@ def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest: Forest, data
     assert len(victims) == len(set(victims)) == wanted
     assert free >= set(victims)
     assert set(policy) == held - set(victims)
-    for position, victim in enumerate(victims):  # still no prefix before a suffix that could go too
+    for position, victim in enumerate(victims):  # no prefix goes before a suffix that can go
         later = free.difference(victims[:position])
         assert not any(victim in forest.path(int.from_bytes(chunk, "big"))[:-1] for chunk in later)
     assert len(policy.evict(len(policy), anyone)) == len(held) - wanted
@@ -198,7 +198,7 @@ def test_as_a_last_resort_a_prefix_keeps_its_beginning() -> None:
     assert policy.evict(2, lambda chunk: chunk != prompt[4]) == []
     assert policy.evict(5, lambda chunk: chunk != prompt[4], last_resort=True) == []
     assert policy.evict(2, lambda chunk: chunk != prompt[4], last_resort=True) == [prompt[3], prompt[2]]
-    assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the one in use counts as touched
+    assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the leased one counts as touched
 
 
 def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use() -> None:
@@ -293,7 +293,7 @@ def test_what_is_parked_and_leased_costs_one_look_each() -> None:
     prompt = [key(number) for number in range(1000)]
     use(policy, prompt)
     for chunk in prompt:
-        policy.touch([chunk])  # prefixes are the oldest now: the worst order
+        policy.touch([chunk])  # prefixes are the oldest: the worst order
     looks: list[ChunkKey] = []
 
     def look(chunk: ChunkKey) -> bool:

@@ -1,4 +1,4 @@
-"""The fakes are tiers like any other: they pass the suite that they help to test."""
+"""The fake tiers pass the conformance suite."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def test_a_late_call_that_cannot_be_stopped_keeps_its_lease_until_it_has_e
                 try:
                     await ended.wait()
                 except asyncio.CancelledError:
-                    continue  # as a thread in the middle of a write
+                    continue  # like a thread in the middle of a write
             self.records[key] = bytes(buffer.view)
 
     inner = Stubborn()
@@ -167,7 +167,7 @@ async def test_whatever_a_tier_raises_becomes_a_tier_error_and_is_told_once(aren
 
 
 class _Stuck(DictTier):
-    """Never opens, or never closes."""
+    """A tier that never opens, or never closes."""
 
     def __init__(self, *, opens):
         super().__init__()
@@ -220,8 +220,8 @@ class _Broken(Layer):
 
 
 async def test_what_a_layer_answers_after_the_deadline_is_given_back(arena):
-    """A layer that keeps running when it is cancelled, inside of the deadline."""
-    answers = []  # references, so that no buffer is released by being collected
+    """The result of a layer inside of the deadline that continues after its cancellation."""
+    answers = []  # references, so that garbage collection releases no buffer
 
     async def answers_late(call, next):
         answers.extend(await next(call))

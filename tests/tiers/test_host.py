@@ -24,7 +24,7 @@ class HostConformance(TierConformance, SuffixEvictionConformance):
 
     @pytest.fixture(autouse=True)
     def _daemons(self, daemon: ThreadedDaemon) -> Iterator[None]:
-        """A case may start daemons of its own; in the end nobody has a lease in any of them."""
+        """Start daemons for a case; at the end none of them has a leased record."""
         self._started: list[ThreadedDaemon] = [daemon]
         yield
         for each in self._started:

@@ -21,7 +21,7 @@ def test_the_daemon_is_asked_at_its_socket():
         with ThreadedDaemon(path) as daemon:
             found = diagnosed(socket=path)["daemon"]
             distrusted = diagnosed(socket=path, daemon_uid=os.getuid() + 1)["daemon"]
-            for _ in range(20):  # turns of its loop, in which it sees the connections end
+            for _ in range(20):  # iterations of its loop, in which it detects closed connections
                 daemon.call(lambda: None)
         gone = diagnosed(socket=path)["daemon"]
 

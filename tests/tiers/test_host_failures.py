@@ -1,4 +1,4 @@
-"""The host tier when the daemon is away, stuck, full or back again; and memory that is still leased."""
+"""The host tier while the daemon is stopped, stuck, full or restarted; and leases that outlive the tier."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def churn(daemon: ThreadedDaemon) -> None:
 
 
 class Frozen:
-    """Within the block the daemon does nothing."""
+    """Stops the daemon for the duration of the block."""
 
     def __init__(self, daemon: ThreadedDaemon) -> None:
         self._daemon = daemon
@@ -134,7 +134,7 @@ async def test_a_lease_outlives_the_tier(daemon: ThreadedDaemon, arena: Arena, a
     churn(daemon)
     check_record(got, 1)
     assert daemon.leases("t") == (1, 0)
-    await asyncio.to_thread(got.release)  # whichever thread lets go last
+    await asyncio.to_thread(got.release)  # the last release may happen in any thread
     await daemon.until_leases((0, 0), "t")
 
 
@@ -149,7 +149,7 @@ async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
             old = await tier.get(key_of(1), allocate)
             assert old is not None
         assert tier._link is not None
-        while tier._link.connected.is_set():  # the end of the connection is soon noticed
+        while tier._link.connected.is_set():  # the closed connection is noticed soon
             await asyncio.sleep(0)
         with pytest.raises(TierUnavailableError):
             await tier.contains(key_of(1))
@@ -172,7 +172,7 @@ async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
 
 @pytest.fixture
 def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of keys comes in pieces of four."""
+    """Limit messages to four keys."""
     monkeypatch.setattr("lmcache_async.daemon.messages.MAX_ITEMS", 4)
     monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
 
@@ -298,7 +298,7 @@ async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lea
                 ):
                     with pytest.raises(TierUnavailableError, match="no answer"):
                         await call
-        await daemon.until_leases((0, 0), "t")  # those that were answered late are given back
+        await daemon.until_leases((0, 0), "t")  # leases of late answers are released
 
 
 async def test_a_daemon_far_behind_is_asked_no_more(
@@ -369,7 +369,7 @@ async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(
 
 
 def flags_of(address: int) -> list[str]:
-    """What the kernel notes of the mapping there."""
+    """Flags of the mapping at this address, as reported by the kernel."""
     here = False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         head = line.split(" ", 1)[0]
@@ -382,7 +382,7 @@ def flags_of(address: int) -> list[str]:
 
 
 class Gate:
-    """Stands for copy_bytes; stops each copy until it is opened."""
+    """A replacement of copy_bytes that blocks until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
@@ -461,7 +461,7 @@ async def test_what_is_there_already_is_not_copied_again(
     daemon: ThreadedDaemon, tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(tier, arena, 1)
-    gate = Gate(monkeypatch)  # a copy would wait here
+    gate = Gate(monkeypatch)  # blocks any copy
     await put(tier, arena, 1)
     assert not gate.entered.is_set()
 
@@ -479,7 +479,7 @@ async def test_a_large_record_is_copied_by_several_threads_to_the_byte() -> None
 
 
 async def test_the_memory_is_no_childs_and_no_programs(tier: HostTier, arena: Arena) -> None:
-    """A forked child does not see it, one that runs another program has no descriptor of it."""
+    """A forked child does not see the mapping, and a program run by it does not inherit the descriptor."""
     await put(tier, arena, 1)
     address = tier._link.connection.mapping._region.address  # type: ignore[union-attr]
     assert "dc" in await asyncio.to_thread(flags_of, address)  # do not copy on fork
@@ -488,7 +488,7 @@ async def test_the_memory_is_no_childs_and_no_programs(tier: HostTier, arena: Ar
 
 
 class SlowCUDA:
-    """CUDA whose call for the pool goes on until the test lets it end."""
+    """CUDA whose registration of the pool blocks until the test ends it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -501,7 +501,7 @@ class SlowCUDA:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.registered.append(address)
         self.begun.set()
-        self.in_time = self.go_on.wait(5)  # the loop must not be where it waits for us
+        self.in_time = self.go_on.wait(5)  # the loop must not block here
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:

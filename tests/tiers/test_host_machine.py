@@ -1,4 +1,4 @@
-"""The host tier against a dict: restarts of the tier, damage, limits, and other clients of the same pool."""
+"""The host tier compared with a dict: restarts of the tier, damage, limits, and other clients of the same pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HostMachine(TierMachine):
     loop_factory = staticmethod(uvloop.new_event_loop)
 
     def make_tier(self, directory: Path, max_bytes: int | None) -> HostTier:
-        """The daemon outlives the tier's restarts; there is no pool without a limit."""
+        """The daemon outlives restarts of the tier; a pool always has a limit."""
         if not hasattr(self, "daemon"):
             wanted = max_bytes or 8 << 20
             self.daemon = ThreadedDaemon(directory / "s")
@@ -35,7 +35,7 @@ class HostMachine(TierMachine):
 
     @rule(nbytes=st.integers(1, 100_000))
     def another_tenants_record(self, nbytes: int) -> None:
-        """It may cost this one some, and that is counted; it is never seen here."""
+        """Another tenant's record may evict records of this one, which is counted; it is never visible here."""
 
         def put() -> None:
             slot = self.daemon.pool.reserve("other", ChunkKey(b"k" * 16), nbytes)
@@ -44,7 +44,7 @@ class HostMachine(TierMachine):
                 self.daemon.pool.commit(slot)
 
         self.daemon.call(put)
-        self.run(self.tier.contains(ChunkKey(bytes(16))))  # what an answer tells is known here from then on
+        self.run(self.tier.contains(ChunkKey(bytes(16))))  # removals are known once an answer arrives
 
     @invariant()
     def all_memory_is_back(self) -> None:

@@ -1,4 +1,4 @@
-"""The breaker around a tier: what counts as a failure, what is refused, and who sees it."""
+"""The breaker around a tier: which errors count as failures, which calls are refused, and its state in metrics."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
     tier = broken_by(inner)
     await fail_reads(tier, inner)
     await asyncio.sleep(5)
-    assert await tier.contains(KEYS[0])  # a hit is needed for a probe
+    assert await tier.contains(KEYS[0])  # only a hit counts as a probe
     inner.told.append(1)
     probe = asyncio.ensure_future(tier.get(KEYS[0], allocator(arena)))
     await asyncio.sleep(0)
@@ -331,7 +331,7 @@ async def test_a_call_that_a_deadline_outside_ends_a_little_early_is_a_failure()
 
     call = Call(Verb.REMOVE, (KEYS[0],), deadline=asyncio.get_running_loop().time() + 3)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(3 - 0.0005):  # timers of uvloop have whole milliseconds
+        async with asyncio.timeout(3 - 0.0005):  # uvloop's timers have a resolution of 1 ms
             await layer.around(call, hangs)
     assert layer.statistics().write.state is OPEN
 

@@ -49,7 +49,7 @@ def test_failures_are_forgotten_after_a_time_and_when_it_closes():
     assert state(circuit, 31) is CircuitState.CLOSED  # the first one is 31 s old
     call(circuit, 31, failed=True)
     assert state(circuit, 31) is CircuitState.OPEN
-    for failed in (False, False, True, True):  # two probes, and two calls of a new window
+    for failed in (False, False, True, True):  # two probes, and two calls in a new window
         call(circuit, 35, failed=failed)
     assert state(circuit, 35) is CircuitState.CLOSED
 
@@ -115,7 +115,7 @@ rules = st.builds(
 
 
 class CircuitMachine(RuleBasedStateMachine):
-    """Any calls, any times: what a breaker promises holds at every step, by a model that remembers all."""
+    """Any calls at any times: the breaker's guarantees hold at every step, compared with a model with full history."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class CircuitMachine(RuleBasedStateMachine):
         self.overdue_s = overdue_s
         self.circuit = Circuit(rules, overdue_s)
         self.running = []
-        self.outcomes = []  # since it closed last: (time, failed)
+        self.outcomes = []  # since it was closed last: (time, failed)
         self.was = CircuitState.CLOSED
         self.probes = 0  # successes since it was half-open
         self.opened_at = 0.0
@@ -137,7 +137,7 @@ class CircuitMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rules)
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]))
     def wait(self, seconds):
-        """Overdue calls fail at the next look, one by one."""
+        """Overdue calls fail one by one at the next check."""
         self.now += seconds
         self.look()
 
@@ -177,7 +177,7 @@ class CircuitMachine(RuleBasedStateMachine):
         overdue = [one for one in self.running if self.now - one[0] >= self.overdue_s]
         self.circuit.admits(self.now)
         for one in overdue:
-            if one in self.running:  # else it opened before this one was looked at
+            if one in self.running:  # otherwise it opened before this check
                 self.running.remove(one)
                 self.decide(failed=True)
 

@@ -1,4 +1,4 @@
-"""A tier with layers fulfils the contract of a tier: with each layer alone, and with the usual ones together."""
+"""A tier with layers passes the conformance suite: with each layer alone, and with the default layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines by kind of call, and calls that are abandoned at them."""
+"""Deadlines by kind of call, and calls abandoned at them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bounded(inner, *, close_timeout_s=None, **options) -> LayeredTier:
 
 
 class StubbornTier(ToldTier):
-    """A get that is cancelled still comes, once it may: as from a thread."""
+    """A tier whose cancelled get still returns later, like one in a thread."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults on purpose: each kind, by the dice of a seed, and nothing left behind."""
+"""Injected faults: each kind, drawn from a seed, without leaks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def put_all(tier, arena, count=COUNT):
 
 
 async def get_all(tier, arena):
-    """What each get came to: the bytes, an error's type, or None."""
+    """Result of each get: the bytes, the type of an error, or None."""
     results = await tier.get_many(KEYS, allocator(arena))
     return [type(result) if isinstance(result, Exception) else taken(result) for result in results]
 

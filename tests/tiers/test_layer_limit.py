@@ -1,4 +1,4 @@
-"""Limits: first come, first served, in calls and in bytes, also for several tiers together."""
+"""Limits: FIFO order, in calls and in bytes, also shared by several tiers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_no_more_calls_than_allowed_are_under_way_and_they_start_in_order(
 async def test_puts_wait_for_bytes(arena):
     inner = ToldTier()
     inner.told.extend([1.0] * 5)
-    tier = limited(inner, max_bytes=2500)  # of chunks of 1000
+    tier = limited(inner, max_bytes=2500)  # of chunks of 1000 bytes
     items = chunks(arena, 5)
 
     await asyncio.gather(*(tier.put(*item) for item in items))
@@ -105,7 +105,7 @@ async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena
 
     assert [taken(result) for result in results] == [*(content(number) for number in range(5)), None]
     puts, gets = inner.calls[:1], inner.calls[1:]
-    assert puts == [("put_many", KEYS)]  # six chunks of 1000
+    assert puts == [("put_many", KEYS)]  # six chunks of 1000 bytes
     assert [len(keys) for _, keys in gets] == [2, 2, 2]
     assert idle(tier)
 

@@ -31,7 +31,7 @@ KEYS = [key(number) for number in range(4)]
 
 
 def measured(inner) -> LayeredTier:
-    """With the clock of the loop, which these tests control."""
+    """Measure with the clock of the loop, which these tests control."""
     return LayeredTier(inner, MetricsLayer(LayerConfig(), context(), clock=now), timeout_s=60)
 
 

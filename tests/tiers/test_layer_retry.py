@@ -1,4 +1,4 @@
-"""Retries: of what may succeed later, of failed chunks alone, with jitter, within the deadline."""
+"""Retries: of retryable errors, of failed chunks only, with jitter, within the deadline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = [key(number) for number in range(4)]
 
 
 class Highest(random.Random):
-    """Always throws the upper bound."""
+    """A random source that returns the upper bound."""
 
     def uniform(self, a, b):
         return b
@@ -114,7 +114,7 @@ async def test_what_will_not_change_is_not_tried_again(error):
 
 @in_virtual_time
 async def test_chunks_that_found_no_memory_of_ours_are_not_asked_for_again(arena):
-    """They would wait for memory, and hold the memory of the others meanwhile."""
+    """Retries would wait for memory while holding the memory of the others."""
     error = TierUnavailableError("no memory to read into")
     error.__cause__ = BudgetExceededError("none")
     inner = fill(ToldTier(), 4)
@@ -229,7 +229,7 @@ async def test_a_call_cancelled_in_a_later_attempt_leaves_no_lease(arena):
 
 def test_jitter_is_full_and_repeats_with_its_seed():
     async def ends(seed):
-        """When the calls of a hundred clients had succeeded."""
+        """Times at which the calls of a hundred clients succeed."""
         inner = fill(ToldTier(), 1)
         inner.told.extend(away() for _ in range(100))
         layer = LayeredTier(inner, RetryLayer(RetryConfig(base_s=1, max_s=1, seed=seed), context()))
@@ -262,7 +262,7 @@ def test_jitter_is_full_and_repeats_with_its_seed():
     seed=st.integers(0, 9),
 )
 def test_a_batch_comes_to_what_each_chunk_alone_would(faults, attempts, seed):
-    """Chunk n fails `faults[n]` times; it is there when the attempts are enough."""
+    """Chunk n fails `faults[n]` times; it succeeds if there are enough attempts."""
 
     async def main():
         arena = small_arena(8)

@@ -1,6 +1,6 @@
-"""One tier is sick: the engine's calls end within their deadlines, and soon it is as fast as without it.
+"""One tier is sick: the engine's calls meet their deadlines, and soon are as fast as without the tier.
 
-Time is virtual, so these are not measurements but what the layers come to.
+Time is virtual, so the numbers are no measurements, but results of the layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL_S = 0.002
 
 
 class SteadyTier(ToldTier):
-    """Takes the same time for each call."""
+    """A tier whose calls all take the same time."""
 
     def __init__(self, config):
         super().__init__(far=True)
@@ -35,7 +35,7 @@ class SteadyTier(ToldTier):
 
 
 class FailingTier(SteadyTier):
-    """Fails at once, whatever it is asked."""
+    """A tier whose calls fail at once."""
 
     sick = True
 
@@ -45,7 +45,7 @@ class FailingTier(SteadyTier):
 
 
 class HangingTier(SteadyTier):
-    """Never answers."""
+    """A tier that never answers."""
 
     async def _do(self, verb, keys):
         self.told.appendleft(HANG)
@@ -53,7 +53,7 @@ class HangingTier(SteadyTier):
 
 
 class UnreadableTier(SteadyTier):
-    """Takes chunks and knows that it has them, but no read ever ends: a disk that is stuck."""
+    """A tier that stores chunks and reports them, but whose reads never end, like a stuck disk."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -75,11 +75,11 @@ def run(coroutine_function):
 
 
 class Client:
-    """Stores prompts and reads them again, in other places of the device's memory.
+    """Stores prompts and retrieves them into other rows.
 
     Attributes:
-        seconds: How long each round took.
-        hits: Of how many tokens each retrieve brought back the right content.
+        seconds: Duration of each round.
+        hits: Number of tokens with the right content, for each retrieve.
     """
 
     def __init__(self, rig, engine):
@@ -165,7 +165,7 @@ def test_a_sick_tier_is_soon_left_alone_and_then_only_what_probes_it_is_slow(tie
     assert sum(first[4:]) <= total
     slow = [seconds for seconds in client.seconds if seconds > 0.5]
     tries = breaker.lookup.opened + breaker.read.opened + breaker.write.opened
-    assert tries >= 4  # it was tried again and again
+    assert tries >= 4  # it was tried repeatedly
     assert len(slow) <= 5 + 2 * tries
     assert statistics.median(client.seconds) <= 0.02
 
@@ -193,7 +193,7 @@ def test_without_layers_the_border_alone_still_ends_every_call_in_time(tier_clas
 
     client = opened(tier_class, rounds, layers=[])
 
-    assert len(client.seconds) == 3  # each of its calls has been held to its deadline
+    assert len(client.seconds) == 3  # each of its calls ended at its deadline
 
 
 @pytest.mark.parametrize("seed", range(4))

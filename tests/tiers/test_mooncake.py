@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def config(mooncake_pool: MooncakePool) -> MooncakeConfig:
-    """A part of the pool that no other test uses."""
+    """A config with its own key prefix."""
     return make_config(mooncake_pool)
 
 
 @pytest.fixture(scope="session")
 def client(mooncake_pool: MooncakePool) -> Iterator[MooncakeDistributedStore]:
-    """One for all cases: it takes half a second to close."""
+    """One client for all cases: closing it takes half a second."""
     with mooncake_pool.client() as client:
         yield client
 
@@ -51,7 +51,7 @@ class TestMooncakeTier(TierConformance):
 
 
 class Store:
-    """Mooncake's client, whose calls a test can replace or hold."""
+    """Mooncake's client with calls that a test can replace or block."""
 
     def __init__(self, client: MooncakeDistributedStore) -> None:
         self._client = client
@@ -62,7 +62,7 @@ class Store:
         return getattr(self._client, name)
 
     def note(self, verb: str, *, held: bool = False) -> None:
-        """Record the begin and the end of calls; `held` ones do not begin before `gate` is set."""
+        """Record the start and the end of calls. Held calls start only when `gate` is set."""
         real = getattr(self._client, verb)
 
         def call(*arguments: object, **options: object) -> object:
@@ -142,7 +142,7 @@ async def test_a_record_that_went_between_lookup_and_read_is_a_miss(
 async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_removed(
     opened: MooncakeTier, store: Store, arena: Arena, moving: str
 ) -> None:
-    """Its place in the pool is another record's as soon as it is removed."""
+    """The space of a removed record may be reused at once."""
     await TierRig(opened, arena).put(1)
     store.note(moving, held=True)
     store.note("remove")

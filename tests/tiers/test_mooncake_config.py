@@ -1,4 +1,4 @@
-"""The mooncake tier's options, and what it says where its engine is not there. Needs no pool."""
+"""Options of the mooncake tier, and errors if its engine is not installed. Needs no pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_without_an_arena_it_is_not_opened() -> None:
 
 
 class _Broken:
-    """Finds the engine, whose libraries the loader does not."""
+    """A finder whose module exists but whose libraries cannot be loaded."""
 
     def __init__(self, failure: str) -> None:
         self._failure = failure
@@ -91,7 +91,7 @@ async def test_without_the_package_it_says_what_to_install(
 
 
 def _forget_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had not been imported yet."""
+    """Make the engine appear as not yet imported."""
     if (package := sys.modules.get("mooncake")) is not None:
         monkeypatch.delattr(package, "store", raising=False)
     monkeypatch.delitem(sys.modules, "mooncake.store", raising=False)

@@ -1,4 +1,4 @@
-"""The mooncake tier while its master and its stores are killed, restarted, stopped and away."""
+"""The mooncake tier while its master and its stores are killed, restarted, stopped or unreachable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.processes import hanging
 from tests.support.tiers import handle_of
 from tests.support.traffic import Traffic
 
-# Mooncake's own threads do what the tier awaits; the event loop has no part in it.
+# The tier awaits work of Mooncake's own threads, which does not depend on the event loop.
 pytestmark = pytest.mark.one_loop
 
 DEADLINE_S = 0.5
@@ -34,14 +34,14 @@ SLACK_S = 5.0
 
 @pytest.fixture
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Mooncake's client wait a second for a process that hangs, instead of 30 s."""
+    """Reduce the wait of Mooncake's client for a hanging process from 30 s to one."""
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1000")
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
-    """One to be killed: its master forgets after two seconds who does not answer."""
+    """A pool to be killed: its master forgets unresponsive stores after two seconds."""
     with running(tmp_path_factory.mktemp("mortal"), 64 << 20, "--client_ttl=2") as pool:
         yield pool
 
@@ -100,7 +100,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
             taken = [arena.lease_nowait(arena.slab_bytes) for _ in range(arena.statistics().num_slabs - 1)]
             for buffer in taken:
                 buffer.view[:] = b"\xaa" * buffer.nbytes
-        await until_hit(tier, arena, allocate)  # in the one that is left
+        await until_hit(tier, arena, allocate)  # in the remaining one
 
         assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
         for buffer in taken:
@@ -192,7 +192,7 @@ async def test_a_tier_that_never_found_its_master_closes(pool: MooncakePool, are
 async def test_options_that_the_engine_refuses_stop_the_start(
     pool: MooncakePool, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # it takes 20 s else
+    monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # otherwise it takes 20 s
     with pytest.raises(TierError, match=r"cannot join the pool of mooncake://.* by pigeons: ") as caught:
         await bound_tier(pool, arena, protocol="pigeons").__aenter__()
 
@@ -206,7 +206,7 @@ def test_a_full_pool_drops_what_has_no_room(tmp_path: Path, arena: Arena, alloca
 async def fill(directory: Path, arena: Arena, allocate: Allocate) -> None:
     with running(directory, 16 << 20, "--eviction_high_watermark_ratio=1.0") as pool:
         async with bound_tier(pool, arena) as tier:
-            # The master evicts records at any time after a put that failed, and makes room for later puts.
+            # After a failed put the master may evict records at any time, to make room for later puts.
             errors: list[BaseException] = []
             for number in range(1_000):
                 errors += [error for error in await put(tier, arena, number) if error is not None]

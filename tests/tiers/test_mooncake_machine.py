@@ -1,4 +1,4 @@
-"""The mooncake tier against a dict, over restarts of the tier and damage, on a real master and store."""
+"""The mooncake tier compared with a dict, with restarts of the tier and damage, on a real master and store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MooncakeMachine(TierMachine):
         self.restart()
 
     def make_tier(self, directory: Path, max_bytes: int | None) -> MooncakeTier:
-        del max_bytes  # the pool's own
+        del max_bytes  # the pool's own limit applies
         prefix = f"{directory.name}/"
         config = make_config(self.pool, prefix=prefix, batch_bytes=self.batch_bytes, threads=self.threads)
         return MooncakeTier(config, store=self.client)

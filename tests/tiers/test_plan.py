@@ -1,4 +1,4 @@
-"""Which tier serves which chunk: the longest prefix of the union, from the fastest, never behind a hole."""
+"""Plans: the longest prefix of the union of tiers, from the fastest tier, never past a hole."""
 
 import asyncio
 from itertools import pairwise
@@ -14,7 +14,7 @@ from tests.support.tiers import handle_of
 
 
 class ListedTier(Tier):
-    """Has the chunks it is told; `asked` lists every key that it was asked for."""
+    """A tier with the given chunks; `asked` lists every queried key."""
 
     def __init__(self, present, *, local, fails=False):
         super().__init__(TierConfig())
@@ -48,9 +48,9 @@ def stack_of(tiers):
 
 @st.composite
 def matrices(draw, *, may_fail=False, all_local=False):
-    """Tiers and their keys: any presence of any chunk in any tier."""
+    """Tiers and their keys: any combination of presence."""
     keys = [key_of(position) for position in range(draw(st.integers(0, 10)))]
-    # Mostly there: with even odds a prefix of any length is rare.
+    # Mostly present: with even odds long prefixes are rare.
     present = st.sets(st.sampled_from(keys)) if keys else st.just(set())
     absent = st.sets(st.sampled_from(keys), max_size=3) if keys else st.just(set())
     tiers = [
@@ -115,7 +115,7 @@ def test_a_remote_tier_misses_at_most_once_for_each_hole_that_others_fill(case):
 
     planned, _ = asyncio.run(stack_of(tiers).plan(keys))
 
-    # A question to a remote tier costs a round trip: it ends at the first key that the tier lacks.
+    # A query of a remote tier costs a round trip, and ends at the first missing key.
     for tier in tiers:
         misses = [key for key in tier.asked if key not in tier.present]
         assert len(misses) <= len(planned) + 1
@@ -150,7 +150,7 @@ def test_missing_is_what_some_tier_that_answers_lacks(case):
         assert missing == [
             i for i, key in enumerate(keys) if any(key not in tier.present for tier in answering)
         ]
-    else:  # nobody knows: nothing may be called present
+    else:  # unknown: no chunk may be reported as present
         assert missing == list(range(len(keys)))
 
 

@@ -39,7 +39,7 @@ class TestS3Tier(S3Conformance):
 
 @pytest.mark.one_loop
 class TestS3TierInParts(TestS3Tier):
-    """Records of several parts, few requests at a time, signed contents."""
+    """Records of several parts, a low limit of requests, signed contents."""
 
     options: ClassVar[dict[str, object]] = {"part_bytes": 20_000, "concurrency": 3, "sign_payload": True}
 

@@ -1,4 +1,4 @@
-"""The s3 tier: its options, the clients that are made of them, and what is never shown."""
+"""The s3 tier: options, clients created from them, and redaction of secrets."""
 
 from __future__ import annotations
 

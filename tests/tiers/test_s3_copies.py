@@ -1,4 +1,4 @@
-"""The s3 tier: what has come is copied into the arena in threads, and no copy outlives its lease."""
+"""The s3 tier: received data is copied into the arena in threads, and no copy outlives its lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE, IN_PARTS = 1 << 20, 4096
 
 
 class Copies:
-    """Stands in the way of the tier's copies: counts those begun, and lets them go on when it is opened."""
+    """Intercepts the tier's copies: counts those started, and blocks them until it is opened."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

@@ -1,4 +1,4 @@
-"""The s3 tier: what servers, networks and people do to it."""
+"""The s3 tier with failures of servers and networks, and changes by other clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def proxy(s3_server: S3Server) -> AsyncIterator[Proxy]:
 
 
 def through(proxy: Proxy, config: S3Config, **options: object) -> S3Config:
-    """The same place by way of the proxy."""
+    """The same options, through the proxy."""
     return config.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}", **options})
 
 
@@ -161,9 +161,7 @@ async def test_a_server_that_asks_for_patience_is_an_error_to_try_again(
                 await tier.get(key_of(1), allocate)
             assert caught.value.retryable
             said = str(caught.value)
-            assert (
-                "HTTP 503" in said or "error sending request" in said
-            )  # on a connection that was cut just now
+            assert "HTTP 503" in said or "error sending request" in said  # on a connection that was just cut
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
@@ -177,7 +175,7 @@ async def test_after_a_cancelled_get_nothing_is_written(
             proxy.answers.shut()
             return await allocate(nbytes)
 
-        if not options:  # it asks for memory when the whole answer is there
+        if not options:  # without parts, memory is leased when the whole answer has arrived
             proxy.answers.shut()
         reading = asyncio.ensure_future(tier.get(key_of(1), allocate_and_shut))
         await proxy.answers.reached()
@@ -188,7 +186,7 @@ async def test_after_a_cancelled_get_nothing_is_written(
         for buffer in taken:
             buffer.view[:] = b"\xaa" * buffer.nbytes
         proxy.answers.open()
-        assert await tier.contains(key_of(2))  # what was on its way has come by now
+        assert await tier.contains(key_of(2))  # the pending data has arrived by now
 
         assert all(bytes(buffer.view) == b"\xaa" * buffer.nbytes for buffer in taken)
         for buffer in taken:

@@ -1,4 +1,4 @@
-"""The s3 tier against a dict, with a real server behind it."""
+"""The s3 tier compared with a dict, with a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class S3Machine(TierMachine):
         self.restart()
 
     def make_tier(self, directory: Path, max_bytes: int | None) -> S3Tier:
-        del max_bytes  # a bucket has none
+        del max_bytes  # a bucket has no limit
         self.config: S3Config = self.server.config(part_bytes=getattr(self, "part_bytes", 1 << 20))
         url = f"{self.config.url.rpartition('/')[0]}/{directory.name}"
         self.config = self.config.model_copy(update={"url": url})

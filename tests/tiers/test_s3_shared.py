@@ -1,4 +1,4 @@
-"""The s3 tier: a bucket that others use too, and how much is asked of it."""
+"""The s3 tier: a shared bucket, and limits on requests."""
 
 from __future__ import annotations
 

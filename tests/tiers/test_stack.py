@@ -1,4 +1,4 @@
-"""The tiers as one: falling back, writing everywhere, promoting; failures are values and leases come back."""
+"""The tier stack: fallback, writes to all tiers, promotion; failures are values, and leases are released."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ def holding(numbers, kind=DictTier):
 
 
 def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encrypted=False, timeout_s=60.0):
-    """Tiers t0, t1, ...; a cpu tier has no queue, the others do."""
+    """Tiers t0, t1, ...; a cpu tier has no queue, the others have one."""
     stacked = []
     for index, tier in enumerate(tiers):
         handle = handle_of(tier, name=f"t{index}", timeout_s=timeout_s)
@@ -77,7 +77,7 @@ def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encry
 
 
 class Opened:
-    """An open stack; every lease is back when it is closed."""
+    """An open stack; all leases must be released when it is closed."""
 
     def __init__(self, arena, *tiers, **kwargs):
         self.arena, self.stack = arena, stack_of(*tiers, **kwargs)
@@ -116,7 +116,7 @@ def check_and_release(fetched, numbers):
 
 
 async def write(stack, arena, numbers):
-    """Write and flush; the outcomes by position."""
+    """Write and flush, and return the outcomes by position."""
     outcomes, items = [], filled(arena, numbers)
     await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
     release(buffer for _, buffer in items)
@@ -211,7 +211,7 @@ async def test_a_record_larger_than_a_slab_is_a_miss_of_that_chunk_alone(arena):
 
 async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
     keys, planned = [key_of(n) for n in range(6)], [0, 0, 1, 0, 1, 1]
-    tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 has moved
+    tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 was removed
     async with Opened(arena, *tiers) as stack:
 
         async def fetch():
@@ -401,7 +401,7 @@ async def test_only_chunks_in_the_arena_are_leased_for_a_pin(arena):
 
 
 class Arenaish(TurningTier):
-    """Says that it is in the arena, and yields, as a third-party tier may."""
+    """A tier that claims to be in the arena and yields, as a third-party tier may."""
 
     @property
     def capabilities(self):
@@ -589,7 +589,7 @@ async def test_memory_lacks_only_as_many_leading_chunks_as_it_is_to_have(arena):
         assert await stack.missing(keys, memory_chunks=0) == [2, 4]
 
 
-# Tiers that are only read from.
+# Read-only tiers.
 
 
 class ReadTier(DictTier):
@@ -604,13 +604,13 @@ class ReadTier(DictTier):
 async def test_a_read_only_tier_lacks_nothing_and_is_given_nothing(arena):
     keys = [key_of(number) for number in range(3)]
     async with Opened(arena, CPUTier(CPUConfig()), holding([2], ReadTier), encrypted=True) as stack:
-        assert await stack.missing(keys) == [0, 1, 2]  # what only the read-only tier has is stored here too
+        assert await stack.missing(keys) == [0, 1, 2]  # also chunks of the read-only tier
         assert await write(stack, arena, range(2)) == ["", ""]
         assert await stack.missing(keys) == [2]
         items = filled(arena, range(2))
         await stack.promote(items, [1, 1])
         release(buffer for _, buffer in items)
-        assert not stack.leaves_memory  # no record is written outside of it, so none is encrypted
+        assert not stack.leaves_memory  # no record leaves memory, so none is encrypted
         assert await stack.plan(keys) == ((0, 0, 1), "")
         assert stack.metrics.tier_counts() == {"t0.stored": 2, "t0.promoted": 2}
 

@@ -67,7 +67,7 @@ class TestOverTCPWithOneConnection(ValkeyConformance):
 
     async def damage(self, tier: ValkeyTier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
         del tier, key, edit
-        return False  # the database is another one than that of our tools
+        return False  # the database is not the one of the test tools
 
 
 class TestOverTLS(ValkeyConformance):

@@ -1,4 +1,4 @@
-"""Answers of servers to the valkey tier: passwords, rights, TLS, limits and expiry. No message shows a secret."""
+"""Server responses to the valkey tier: passwords, permissions, TLS, limits and expiry. No message shows a secret."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def closed_server() -> Iterator[Server]:
-    """Knows the user kv, whose keys begin with kv:, and no default user."""
+    """A server with the user kv, limited to keys that begin with kv:, and without a default user."""
     user = f"kv on >{SECRET} ~kv:* +get +set +exists +unlink +scan".split()
     with running("--user", *user, "--user", "default", "off") as server:
         yield server
@@ -204,5 +204,5 @@ async def test_too_many_clients_are_refused_as_unavailable(server: Server) -> No
         async with ValkeyTier(config(small.url)) as tier:
             assert not await tier.contains(key_of(1))
             async with ValkeyTier(config(small.url)) as second:
-                with pytest.raises(TierUnavailableError):  # with its words, or the end of the connection
+                with pytest.raises(TierUnavailableError):  # an error reply, or the end of the connection
                     await second.contains(key_of(1))

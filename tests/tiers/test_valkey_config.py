@@ -1,4 +1,4 @@
-"""Options of the valkey tier: read as people write them, refused with the reason, secrets shown to nobody."""
+"""Options of the valkey tier: accepted spellings, reasons of refusals, and redaction of secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The valkey tier while servers are killed, restarted, stopped and replaced: misses, drops, and never late."""
+"""The valkey tier while servers are killed, restarted, stopped and replaced: misses, drops, and met deadlines."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_server_that_hangs_is_given_up_at_the_deadline(
                 with pytest.raises(TierUnavailableError, match=str(server.socket)):
                     await VERBS[verb](tier, buffer, allocate)
                 assert time.monotonic() - start < 0.6 + SLACK_S
-        await put(tier, arena, 2)  # the other one may still be removed, by the command that was given up
+        await put(tier, arena, 2)  # the abandoned command may still remove the other one
         assert await get(tier, allocate, 2) == ["hit"]
 
 
@@ -94,7 +94,7 @@ async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(serve
     assert buffer is not None
     async with ValkeyTier(config(server.url, **SHORT)) as tier:
         await tier.put(key_of(1), buffer)
-        server.signal(signal.SIGSTOP)  # its socket takes a part of it
+        server.signal(signal.SIGSTOP)  # its socket buffers a part of it
         with pytest.raises(TierUnavailableError, match="no reply to the write of 16777216 bytes"):
             await tier.put(key_of(1), buffer)
         buffer.release()
@@ -161,7 +161,7 @@ async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_bac
             server.kill()
         try:
             while (results := await get(tier, allocate, *numbers)) != ["TierUnavailableError"] * 3:
-                # The first node that failed, while the others seemed well.
+                # The first node that failed, although the others seemed healthy.
                 assert set(results) <= {"TierUnavailableError", "TierPartUnavailableError"}
         finally:
             cluster.start_again()
@@ -189,7 +189,7 @@ async def test_a_node_that_hangs_holds_the_others_up_once(
             for _ in range(100):
                 assert await tier.count_prefix(keys) == 2
                 assert await get(tier, allocate, first, stuck) == ["hit", "TierPartUnavailableError"]
-            assert time.monotonic() - start < 0.5 + SLACK_S  # once more at most, not 200 times
+            assert time.monotonic() - start < 0.5 + SLACK_S  # at most one redirect, not 200
         cluster.wait_whole()
 
 
@@ -208,13 +208,13 @@ async def test_a_slot_that_moves_is_followed(
         target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
         source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
-        # Half way: the source asks us to ask the target.
+        # During the migration the source redirects with ASK.
         assert await get(tier, allocate, number, other) == ["hit", "hit"]
         assert await tier.contains_many([key_of(number), key_of(other)]) == [True, True]
         assert await put(tier, arena, number) == [None]
         for server in (target, source):
             server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
-        # Moved for good.
+        # After the migration.
         assert await get(tier, allocate, number, other) == ["hit", "hit"]
         assert await tier.contains(key_of(number))
         assert await tier.remove(key_of(number))
@@ -290,7 +290,7 @@ async def test_sentinels_that_hang_hold_many_callers_up_no_longer_than_one(
 
 
 async def test_closing_ends_a_call_that_is_connecting() -> None:
-    with socket.socket() as deaf:  # takes connections and says nothing
+    with socket.socket() as deaf:  # accepts connections and sends nothing
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         url = f"valkey://127.0.0.1:{deaf.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The valkey tier against a dict, over restarts of the tier and damage, on a real server."""
+"""The valkey tier compared with a dict, with restarts of the tier and damage, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies in any pieces, and bytes that are none; no server."""
+"""Replies split into any pieces, and bytes that are no reply; without a server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPECTED = st.lists(
 
 
 def wire(reply: object) -> bytes:
-    """As a server writes it."""
+    """Encode a reply like a server."""
     match reply:
         case None:
             return b"$-1\r\n"
@@ -64,7 +64,7 @@ def content(length: int) -> bytes:
 def feed(
     reader: Reader, data: bytes, sizes: list[int], records: list[Replies] | None = None
 ) -> list[bytearray]:
-    """Give it all of the data in pieces of these sizes, as a transport does; the memory of its records."""
+    """Feed the data in pieces of these sizes, like a transport, and return the memory of its records."""
     memory: list[bytearray] = []
     left = iter(records or [])
     at, turn = 0, 0

@@ -1,4 +1,4 @@
-"""The queue before a slow tier: bounded, in order, failures as values, nothing left behind."""
+"""The queue before a slow tier: bounded, in order, failures as values, no leaks."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from tests.tiers.layered import in_virtual_time, now
 
 
 class Items:
-    """Buffers of the caller's, which it gives back at once: what is queued has leases of its own."""
+    """Buffers of the caller, which releases them at once: queued records have their own leases."""
 
     def __init__(self, arena, sizes, first=0):
         self.items = []
@@ -39,7 +39,7 @@ class Items:
 
 
 class CallsTier(DictTier):
-    """Notes every call of `put_many`, yields once in it, and runs `check` then."""
+    """A tier that records every call of `put_many`, yields once in it, and then runs `check`."""
 
     def __init__(self, check=lambda: None):
         super().__init__()
@@ -165,7 +165,7 @@ async def test_a_chunk_larger_than_the_bound_is_refused_at_once_with_both_number
 
 
 class OddTier(DictTier):
-    """Answers `put_many` as told."""
+    """A tier that answers `put_many` as given."""
 
     def __init__(self, answer):
         super().__init__()
@@ -255,7 +255,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
                 try:
                     await ended.wait()
                 except asyncio.CancelledError:
-                    continue  # as a thread in the middle of a write
+                    continue  # like a thread in the middle of a write
             return await super().put_many(items)
 
     tier = Stuck()
@@ -267,7 +267,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
     await asyncio.wait_for(writer.aclose(timeout_s=0), 5)
 
     assert {type(result) for result in results_of(futures)} == {TierClosedError}
-    assert arena.statistics().leased_slabs == 2  # it reads them still
+    assert arena.statistics().leased_slabs == 2  # still being read
     ended.set()
     while handle.late_calls:
         await asyncio.sleep(0)
@@ -287,7 +287,7 @@ async def test_a_closed_writer_refuses(arena):
 async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, max_bytes=100, call_bytes=10, workers=1)
-    with Items(arena, [10, 60, 60]) as items:  # the third has room only once the second is dropped
+    with Items(arena, [10, 60, 60]) as items:  # the third fits only when the second is dropped
         submit = asyncio.ensure_future(writer.submit(items, timeout_s=60))
         await gated.parked.wait()
         await turns(3)
@@ -344,7 +344,7 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
     with Items(arena, [10] * 4) as items:
         futures = await writer.submit(items, timeout_s=0)
     close = asyncio.ensure_future(writer.aclose(timeout_s=5))
-    await turns(1 + steps)  # its first step has run: a call that never began cannot close
+    await turns(1 + steps)  # its first step has run: a call that never started cannot close
     close.cancel()
     await asyncio.wait({close})
 
@@ -354,7 +354,7 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
     assert all(worker.done() for worker in writer._workers)
 
 
-# Room that is reserved.
+# Reserved space.
 
 
 async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_the_rest(arena):
@@ -386,7 +386,7 @@ async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_t
     )
 )
 async def test_a_reservation_keeps_room_for_its_chunks_until_they_are_submitted_or_it_ends(steps):
-    """Against a model: room by key, never more than the reservations of the key that have not ended."""
+    """Compared with a model: space by key, at most that of the key's reservations that have not ended."""
     arena, tier = small_arena(16), GatedTier(DictTier())
     room, ends, open_ones, used = Counter(), Counter(), [], 0
     async with opened(tier, max_bytes=6 * 100, chunk_bytes=100) as writer:
@@ -448,7 +448,7 @@ async def test_a_queue_has_room_for_one_chunk_however_small_its_bound_is(arena):
 
 
 class TimedTier(DictTier):
-    """Writes so many bytes a second, of all calls together."""
+    """A tier with a fixed write rate in bytes per second, over all calls."""
 
     def __init__(self, bytes_per_s):
         super().__init__()
@@ -462,7 +462,7 @@ class TimedTier(DictTier):
 
 
 async def written(writer, arena, count, first=0):
-    """Submit chunks of 100 bytes; how many were queued."""
+    """Submit chunks of 100 bytes, and return the number of queued ones."""
     with Items(arena, [100] * count, first) as items:
         futures = await writer.submit(items, timeout_s=0)
     queued = [not future.done() for future in futures]
@@ -475,7 +475,7 @@ async def written(writer, arena, count, first=0):
 @in_virtual_time
 async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(arena, workers, bytes_per_s, taken):
     writer = open_writer(TimedTier(bytes_per_s), max_bytes=2000, max_s=20, call_bytes=100, workers=workers)
-    assert await written(writer, arena, 4) == 4  # nothing is known of the rate yet
+    assert await written(writer, arena, 4) == 4  # the rate is unknown yet
     assert await writer.flush(timeout_s=10_000)
 
     assert await written(writer, arena, 25, first=4) == taken
@@ -494,7 +494,7 @@ async def test_a_tier_that_becomes_fast_again_gets_its_queue_back(arena):
         assert await writer.flush(timeout_s=10_000)
         assert (
             await written(writer, arena, 20) == 1
-        )  # one chunk may always wait, or the rate would never be known
+        )  # one chunk may always wait, otherwise the rate would never be known
         assert await writer.flush(timeout_s=10_000)
 
         tier.bytes_per_s = 10_000

@@ -1,4 +1,4 @@
-"""What the valkey tier's tests have in common."""
+"""Tools for tests of the valkey tier."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.support.daemons import WAITS
 
 
 def config(url: str, **options: object) -> ValkeyConfig:
-    """Keys of its own; deadlines for a busy machine."""
+    """A config with its own keys, and with deadlines for a busy machine."""
     return ValkeyConfig.model_validate({"url": url, "key_prefix": f"{uuid.uuid4().hex}:", **WAITS, **options})
 
 
 def home_of(settings: ValkeyConfig, number: int) -> int:
-    """Which of three masters with a third of the slots each has the chunk."""
+    """Index of the master that has the chunk, with three masters of a third of the slots each."""
     return slot_of(f"{settings.key_prefix}{key_of(number).hex()}".encode()) * 3 // 16384
 
 

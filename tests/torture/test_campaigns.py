@@ -1,4 +1,4 @@
-"""Small runs of each campaign of `make torture`, also with broken promises, which it must report."""
+"""Small runs of each campaign of `make torture`, also with injected bugs, which must be reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class SharedWriters(kill.Writers):
-    """A program for several campaigns: it takes seconds to import torch."""
+    """A program shared by campaigns, because importing torch takes seconds."""
 
     def close(self) -> None:
         pass
@@ -66,7 +66,7 @@ def test_lost_and_changed_records_are_reported(
     harm: Callable[[Path], None],
     expected: str,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a directory with a problem is left behind
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a directory with a problem is kept
     monkeypatch.setattr(kill, "Writers", lambda: writers)
     live = writers.run
 
@@ -78,7 +78,7 @@ def test_lost_and_changed_records_are_reported(
 
     monkeypatch.setattr(writers, "run", harmful)
 
-    outcome = kill.run(kills=200, seconds=0, seed=3)  # it ends with the first problem
+    outcome = kill.run(kills=200, seconds=0, seed=3)  # it ends at the first problem
 
     assert any(expected in problem for problem in outcome.problems)
 
@@ -183,7 +183,9 @@ def test_fuzzing_shares_its_time_and_reports_failures(
     (tmp_path / "tests" / "fuzz").mkdir(parents=True)
     (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most take longer to import than the test runs
+    monkeypatch.setenv(
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"
+    )  # importing the plug-ins takes longer than the test
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
     outcome = fuzz.run(seconds=0.5)

@@ -1,4 +1,4 @@
-"""Each mutation of `make mutants` fits the source, and its tests exist."""
+"""Each mutation of `make mutants` matches the source, and its tests exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_mutation_fits_the_source_exactly_once(mutation: Mutation) -> None:
 
 
 def is_there(test: str) -> bool:
-    """Whether there is a file of that name, or a test in it."""
+    """Whether the file, or the test in it, exists."""
     path, _, name = test.partition("::")
     file = ROOT / path
     return file.is_file() and (not name or f"def {name}(" in file.read_text(encoding="utf-8"))
