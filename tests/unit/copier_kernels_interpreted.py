@@ -1,4 +1,4 @@
-"""Run by test_copier_kernels.py in a process of its own: Triton's interpreter is chosen when it is imported."""
+"""Run by test_copier_kernels.py in a separate process, because Triton's interpreter is selected at import."""
 
 from __future__ import annotations
 

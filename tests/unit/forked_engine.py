@@ -1,4 +1,4 @@
-"""A process with an open engine that forks, for `test_fork.py`: prints what parent and child found, as JSON."""
+"""A process with an open engine that forks, for `test_fork.py`: prints the results of parent and child as JSON."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ SLOTS = torch.arange(40)
 
 
 class HeldLayers(dict):
-    """Paged tensors of which a call reads the addresses for as long as the test wants, with its locks held."""
+    """Paged tensors that block the call that reads their addresses, which holds its locks."""
 
     def __init__(self, tensors):
         super().__init__(enumerate(tensors))
@@ -47,7 +47,7 @@ def paged():
 
 
 def outcome(call):
-    """What a call raised, or what it gave, as text."""
+    """The exception or the result of a call, as text."""
     try:
         return repr(call())
     except Exception as error:  # noqa: BLE001 - told
@@ -76,7 +76,7 @@ def calls_of(engine, tensors):
 
 
 def own_engine():
-    """Of the child: it stores and finds, by an id that the parent does not use."""
+    """In the child: store and look up with its own engine, under an id that the parent does not use."""
     engine = LMCacheEngineBuilder.get_or_create("child", config_of(None), kv_caches=paged())
     engine.store(TOKENS, slot_mapping=SLOTS)
     found = engine.lookup(TOKENS), engine.retrieve(TOKENS, slot_mapping=SLOTS).sum().item()
@@ -98,7 +98,7 @@ def child(engine, closed, tensors, write):
 
 
 def engine_of_the_parent(engine):
-    """The rest of a `with` block that the parent has entered before the fork."""
+    """The rest of a `with` block that the parent entered before the fork."""
 
     class Entered:
         __exit__ = staticmethod(engine.__exit__)
@@ -121,7 +121,7 @@ def main(path):
         target=LMCacheEngineBuilder.get_or_create, args=("a",), kwargs={"kv_caches": held}
     )
     holder.start()
-    held.read.wait()  # the builder's lock and the engine's are held from here on
+    held.read.wait()  # from here on, the locks of the builder and the engine are held
 
     read, write = os.pipe()
     process = os.fork()
@@ -130,7 +130,7 @@ def main(path):
         LMCacheEngineBuilder._engines.clear()
         del engine, closed
         gc.collect()
-        sys.exit(7)  # with all that the interpreter does at its end
+        sys.exit(7)  # a regular interpreter exit
 
     os.close(write)
     with os.fdopen(read) as pipe:

@@ -1,4 +1,4 @@
-"""Slabs never overlap, are leased in order, and always come back."""
+"""Slabs never overlap, are leased in order, and are always released."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_reclaimer_gives_slabs_to_whoever_finds_none(arena: Arena) -> No
 
 
 async def test_reclaimers_are_asked_again_when_something_else_lets_go(arena: Arena) -> None:
-    """A chunk in use cannot be evicted; when its reader ends, whoever waits gets its slab."""
+    """A chunk in use cannot be evicted; when its reader ends, a waiting call gets its slab."""
     kept = all_slabs(arena)
     readers = [buffer.retain() for buffer in kept]
     in_use = True
@@ -163,7 +163,7 @@ async def test_reclaimers_are_asked_again_when_something_else_lets_go(arena: Are
 
 
 async def test_a_reclaimer_never_runs_inside_a_release(arena: Arena) -> None:
-    """It would find its own tier in the middle of a change."""
+    """Its tier could be in the middle of a change."""
     buffers = all_slabs(arena)
     releasing = False
 

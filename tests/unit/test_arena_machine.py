@@ -1,4 +1,4 @@
-"""The arena against a model: a set of used slabs and a line of calls, under leases, cancels and views."""
+"""The arena compared with a model: a set of used slabs and a queue of calls, with leases, cancellation and views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOREVER = 1e6
 
 @dataclass(eq=False)
 class Call:
-    """A `lease_many` that waits, and how many slabs the model says are set aside for it."""
+    """A `lease_many` that waits, and the number of slabs that the model reserves for it."""
 
     wanted: int
     task: asyncio.Task[list[Buffer]]
@@ -39,7 +39,7 @@ class Call:
 @dataclass(eq=False)
 class Held:
     buffer: Buffer
-    stamp: int  # what fills the slab
+    stamp: int  # content of the slab
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return len(addresses) + sum(call.set_aside for call in self.line)
 
     def serve(self) -> list[Call]:
-        """The calls that are served now: from the front alone, and whole."""
+        """Serve calls from the front of the queue, each completely."""
         served = []
         while self.line:
             call = self.line[0]
@@ -101,7 +101,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(turns())
 
     def settle(self) -> Any:
-        """Let the arena do what is due, and the model too; gives the new leases to the bundle."""
+        """Run due work of the arena and of the model, and add new leases to the bundle."""
         self.turn()
         before = len(self.held)
         for call in self.serve():
@@ -109,11 +109,11 @@ class ArenaMachine(RuleBasedStateMachine):
         return multiple(*self.held[before:])
 
     def end(self, held: Held) -> None:
-        assert (held.buffer.array == held.stamp).all()  # nobody else wrote there
+        assert (held.buffer.array == held.stamp).all()  # no other lease has written there
         self.held.remove(held)
         held.buffer.release()
 
-    # What may happen.
+    # Rules.
 
     @rule(target=leases)
     def lease_nowait(self) -> Any:
@@ -180,7 +180,9 @@ class ArenaMachine(RuleBasedStateMachine):
     def cancel_and_release_in_one_turn(self, number: int, held: Held, order: str) -> Any:
         call = self.line[number % len(self.line)]
         if order == "grant between":
-            call = self.line[0]  # else others may be served before it goes, and this model knows no halves
+            call = self.line[
+                0
+            ]  # otherwise others may be served before it ends, which this model does not cover
         self.line.remove(call)
         if order in {"cancel first", "serve after both"}:
             call.task.cancel()

@@ -30,7 +30,7 @@ async def test_reservations_are_served_in_order_and_never_overtaken() -> None:
     await budget.reserve(8, timeout_s=0)
     large, small = await waiting(budget, 9, 1)
 
-    assert not budget.reserve_nowait(1)  # it would fit, but others came first
+    assert not budget.reserve_nowait(1)  # it would fit, but others are first
     budget.release(7)
     await turns()
     assert not small.done()
@@ -92,7 +92,7 @@ FULL = [("reserve", 12), ("turn", 0), ("reserve", 12), ("reserve", 12), ("turn",
 
 
 @given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "cancel", "turn"]), st.integers(0, 12))))
-@example([*FULL, ("release", 0), ("cancel", 0), ("turn", 0)])  # cancelled in the turn of its grant
+@example([*FULL, ("release", 0), ("cancel", 0), ("turn", 0)])  # cancelled in the iteration of its grant
 @example([*FULL, ("cancel", 0), ("release", 0), ("turn", 0)])
 @example([*FULL, ("reserve", 0), ("cancel", 0), ("cancel", 1), ("turn", 0)])
 def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tuple[str, int]]) -> None:
@@ -123,7 +123,7 @@ def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tu
                 assert sum(held) == budget.statistics().used_bytes <= 12
                 assert budget.statistics().waiting == len(tasks)
                 if tasks:
-                    assert sum(held) + tasks[0][1] > 12  # nobody waits for what is there
+                    assert sum(held) + tasks[0][1] > 12  # no call waits for available bytes
         await turns()
         settle()
         while held:

@@ -1,4 +1,4 @@
-"""A lease is one slab's bytes, ends exactly once, and its views never see anybody else's."""
+"""A lease covers one slab, ends exactly once, and its views never show the content of another lease."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_view_kept_beyond_the_release_is_unusable(arena: Arena) -> None:
 
 
 class Owner:
-    """Notes the leases that were retained."""
+    """Records retained leases."""
 
     def __init__(self) -> None:
         self.leases: list[Buffer] = []

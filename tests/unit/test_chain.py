@@ -1,4 +1,4 @@
-"""Chains check themselves when they are built."""
+"""Validation of chains when they are built."""
 
 import pytest
 

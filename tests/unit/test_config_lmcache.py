@@ -22,7 +22,7 @@ from lmcache_async.config.validation import known_keys
 from lmcache_async.errors import ConfigError
 
 GIB = 2**30
-# LMCache's own list (lmcache/v1/config.py), written down here so that no key of it is forgotten.
+# LMCache's own list (lmcache/v1/config.py), repeated here so that no key is missed.
 LMCACHE_KEYS = str.split("""
 chunk_size local_cpu max_local_cpu_size local_cpu_use_hugepages reserve_local_cpu_size local_disk
 local_disk_path_sharding max_local_disk_size remote_url remote_serde use_layerwise save_decode_cache

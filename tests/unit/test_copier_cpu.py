@@ -29,7 +29,7 @@ from tests.support.caches import assign, job_of
 
 @pytest.fixture(autouse=True, scope="module", params=sorted({None, compiled}, key=str))
 def way(request):
-    """How rows are copied: by the compiled module, or by NumPy as where there is none."""
+    """Copy rows with the compiled module, or with NumPy as on systems without it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_copies, "compiled", request.param)
         yield
@@ -99,7 +99,7 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
     parts = list(zip([0, *edges], [*edges, count], strict=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        # Small enough for these caches to take every way of copying, and several threads.
+        # Small enough for these caches to use every copy method, and several threads.
         patch.setattr(cpu, "MIN_THREAD_BYTES", 1)
         patch.setattr(cpu, "STREAM_BYTES", data.draw(st.sampled_from((1, 1 << 30))))
         patch.setattr(row_copies, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
@@ -141,7 +141,7 @@ def plane_rows(cache, plane, rows):
 
 
 def wait_and_compare(progress, cache, expected, rows, step):
-    """As a model does: wait for some planes more, and use them. The planes that were not right."""
+    """Wait for more and more planes like a model, and return the planes with wrong content."""
     wrong = []
     planes = cache.layout.planes
     for first in range(0, len(planes), step):
@@ -154,7 +154,7 @@ def wait_and_compare(progress, cache, expected, rows, step):
 
 
 async def scatter_while_waiting(copier, jobs, progress, waiter):
-    """Scatter, and run `waiter` in another thread meanwhile; what it returns."""
+    """Scatter while `waiter` runs in another thread, and return its result."""
     assert progress.begin()
     waiting = asyncio.ensure_future(asyncio.to_thread(waiter))
     try:
@@ -207,7 +207,7 @@ def test_a_scatter_with_progress_moves_the_same_bytes_and_tells_of_no_plane_too_
 
 @pytest.fixture
 def layers():
-    """A cache of four planes, with a copier that takes two or three rows plane by plane, and no thread does it."""
+    """A cache of four planes, with a copier that takes two or three rows plane by plane, without threads."""
     cache = CacheForm(layers=4).build(8)
     copier = CpuCopier(cache.layout)
     copier._helpers = 0
@@ -219,7 +219,7 @@ def layers():
 
 
 def count_parts(monkeypatch):
-    """Which threads copy, one entry for each part."""
+    """Threads that copy, one entry for each part."""
     copy, copied_by = CpuCopier._copy, []
 
     def counted(self, jobs, part, **options):
@@ -251,7 +251,7 @@ async def test_with_no_thread_to_spare_the_thread_that_waits_does_the_copying(la
     thread = await scatter_while_waiting(copier, copy_jobs(cache.layout, [0, 3, 5]), progress, waiter)
 
     assert copied_by == [thread] * 4
-    assert counts == progress.told == [1, 2, 3, 4]  # no more than it needs
+    assert counts == progress.told == [1, 2, 3, 4]  # no more than necessary
     assert is_filled(cache, [0, 3, 5])
 
 
@@ -303,14 +303,14 @@ async def test_a_load_that_nobody_has_begun_is_withdrawn_by_cancellation(layers)
     loading.cancel()
     await asyncio.wait({loading}, timeout=LONG_S)
     withdrawn = loading.cancelled()
-    progress._help(4)  # the thread that waits comes to it only now
+    progress._help(4)  # the waiting thread calls it only now
 
     assert withdrawn
     assert progress.told == []
     assert all(map(torch.equal, cache.storages, before))
 
 
-@pytest.mark.parametrize("helpers", [0, 1])  # the one thread that copies is the one that waits, or a helper
+@pytest.mark.parametrize("helpers", [0, 1])  # either the waiting thread or a helper copies
 async def test_cancelled_a_load_withdraws_the_rest_and_waits_for_the_part_that_runs(
     layers, monkeypatch, helpers
 ):
@@ -376,7 +376,7 @@ async def test_nothing_keeps_the_payload_of_a_load_that_has_ended(layers, helper
     progress.begin()
     waiting = asyncio.ensure_future(asyncio.to_thread(progress.wait, 4, deadline=time.monotonic() + LONG_S))
     gc.collect()
-    gc.disable()  # as in vLLM, which lets little be collected
+    gc.disable()  # as in vLLM, which rarely collects garbage
     try:
         await copier.scatter(jobs, None, progress)
 

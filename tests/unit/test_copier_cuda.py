@@ -1,4 +1,4 @@
-"""The GPU copier over streams and events that are fakes; its device memory is the host's."""
+"""The GPU copier over fake streams and events; its device memory is host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.fake_streams import FakeStreams
 
 
 class LoggedMover(TorchMover):
-    """Torch's mover; says in the streams' log when it was called, and fails when told to."""
+    """Torch's mover, which logs its calls in the streams' log and fails on request."""
 
     def __init__(self, layout, streams):
         super().__init__(layout)

@@ -1,4 +1,4 @@
-"""The Triton kernel: bit for bit the CPU copier's work, and 128-bit accesses in what runs on a GPU."""
+"""The Triton kernel: results equal to the CPU copier's, and 128-bit accesses in the GPU code."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_compiled_for_a_gpu_it_moves_128_bits_at_a_time_where_rows_are_aligned(
 
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]
 
-    accesses = set(re.findall(r"(?:ld|st)\.global\S*", ptx)) - {"ld.global.b64"}  # that loads the table
+    accesses = set(re.findall(r"(?:ld|st)\.global\S*", ptx)) - {"ld.global.b64"}  # this one loads the table
     assert accesses == ({"ld.global.v2.b64", "st.global.v2.b64"} if wide else {"st.global.b64"})

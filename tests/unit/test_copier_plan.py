@@ -30,7 +30,7 @@ places = st.lists(
 
 @st.composite
 def ranges(draw, planes):
-    """The first of some planes and the one behind the last."""
+    """The first of some planes and the one after the last."""
     low = draw(st.integers(0, len(planes)))
     return low, draw(st.integers(low, len(planes)))
 

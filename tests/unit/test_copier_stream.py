@@ -1,4 +1,4 @@
-"""Lanes: parts lent in turn, and futures of device events, without a device."""
+"""Lanes: parts in turn, and futures of device events, without a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes copied in host memory: by the compiled module, past the caches or not, and by NumPy."""
+"""Copies in host memory: with the compiled module, cached or streaming, and with NumPy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_faster_way_is_taken_and_the_other_one_tried_again(faster, monkeypat
     chosen = run(way, speeds, 200)
 
     assert chosen.count(not faster) == way.TRIALS + 200 // way.AGAIN
-    speeds[not faster] = 40e9  # the machine has changed
+    speeds[not faster] = 40e9  # simulates another machine
     run(way, speeds, 10 * way.AGAIN)
     assert run(way, speeds, 10).count(faster) <= 1
 
@@ -84,7 +84,7 @@ def test_without_the_module_there_is_one_way(monkeypatch):
 
 
 def test_a_module_built_from_older_source_is_not_used(monkeypatch):
-    """As after an update of an editable installation that nobody built again."""
+    """As after an update of an editable installation without a rebuild."""
     monkeypatch.setitem(sys.modules, "lmcache_async.memory._rows", types.ModuleType("_rows"))
     monkeypatch.setattr(
         "lmcache_async.memory._rows", sys.modules["lmcache_async.memory._rows"], raising=False

@@ -1,4 +1,4 @@
-"""What an engine learns of the speed of its tiers."""
+"""Measured speeds of an engine's tiers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
     costs.note(report(0.2, cpu=16))
     costs.note(report(3.0, cpu=8, dict=24))
     costs.note(report(99.0))
-    costs.note(report(99.0, cpu=8))  # what it waited for was another tier, which gave nothing
+    costs.note(report(99.0, cpu=8))  # it waited for another tier, which had no hit
 
     assert costs.ends([0, 0, 1, 1, 1]) == ((2, 0.0), (5, pytest.approx(3.0)))
     assert costs.ends([]) == ()
@@ -112,7 +112,7 @@ async def test_a_measurement_ends_with_the_engine():
         await turns(2)
 
     assert task.cancelled()
-    engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is begun any more
+    engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is started after the close
     assert not engine._background
 
 

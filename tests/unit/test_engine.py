@@ -91,7 +91,7 @@ async def test_leading_false_tokens_of_the_mask_are_not_stored():
 
 async def test_disk_serves_after_a_restart_and_another_model_finds_nothing(tmp_path):
     async with Rig().open(tiers=["cpu", disk(tmp_path)]) as engine:
-        await store(rig := Rig(), engine)  # another cache's slots: nothing of use is stored
+        await store(rig := Rig(), engine)  # slots of another cache: nothing useful is stored
     rig = Rig()
     async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
         await engine.clear()
@@ -151,7 +151,7 @@ async def test_a_failing_tier_is_a_miss_and_a_drop_never_an_error():
         report = await store(rig, engine)
         assert await engine.flush(timeout_s=5)
 
-        assert report.stored == 5  # memory has them all
+        assert report.stored == 5  # memory has all of them
         assert engine.statistics().counts["dict.dropped.TierError"] == 3
         await check_retrieve(rig, engine, expected=[True] * 40)
 
@@ -168,7 +168,7 @@ async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
 
 
 class _Silent(DictTier):
-    """Never says whether it has a chunk."""
+    """A tier whose `contains` never answers."""
 
     async def contains(self, key):
         await asyncio.Event().wait()
@@ -224,7 +224,7 @@ async def test_prefetch_brings_chunks_into_memory(tmp_path):
 
 
 async def test_nothing_from_before_a_clear_is_promoted_during_it():
-    """Otherwise a chunk computed with former weights would be found after vLLM has updated them in place."""
+    """Otherwise a chunk computed with old weights would be found after vLLM has updated them in place."""
     rig, made = Rig(), Made(ParkingTier)
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
         await store(rig, engine)

@@ -1,4 +1,4 @@
-"""What an engine does about records it has doubts of: a miss, counted by cause, told once, put aside."""
+"""Records that fail verification: a miss, counted by cause, logged once, set aside."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ async def store(rig: Rig, engine: Any) -> None:
 
 
 async def retrieve(rig: Rig, engine: Any) -> int:
-    """How many tokens came back; what came is right."""
+    """Return the number of hit tokens, after comparing their content."""
     return sum(await engines.retrieve(rig, engine, TOKENS))
 
 
 def files(tmp_path: Path) -> dict[tuple[int, ...], Path]:
-    """Record files by their chunk's tokens."""
+    """Return record files by the tokens of their chunks."""
     found = {}
     for path in tmp_path.glob("??/*"):
         header = read_header(memoryview(path.read_bytes()))
@@ -49,7 +49,7 @@ def files(tmp_path: Path) -> dict[tuple[int, ...], Path]:
 
 
 def sealed_again(path: Path, **changes: Any) -> None:
-    """Whole and with right checksums, but of something else."""
+    """Seal a record again with other content and valid checksums."""
     data = bytearray(path.read_bytes())
     header = read_header(memoryview(data))
     said = {

@@ -1,4 +1,4 @@
-"""An engine after a fork: the child is refused at once, the parent goes on."""
+"""An engine after a fork: calls of the child fail at once, the parent continues."""
 
 import asyncio
 import inspect
@@ -20,7 +20,7 @@ CALLS = calls_of(None, None).keys()
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What `forked_engine` found. Another thread of the parent holds the engine's locks at the fork."""
+    """The output of `forked_engine`. At the fork another thread of the parent holds the engine's locks."""
     command = [sys.executable, "-m", "tests.unit.forked_engine", str(tmp_path_factory.mktemp("kv"))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A full engine has no more objects and entries after more prompts that it has never seen."""
+"""A full engine does not grow in objects and entries with further new prompts."""
 
 import gc
 
@@ -6,12 +6,12 @@ from lmcache_async.tiers.eviction import MIN_HINTS
 from tools.growth import CHUNK_SIZE, entries, iterate, small_engine
 
 ITERATIONS = 80
-"""More than fill memory and disk, of 51 and 102 chunks, with two chunks each."""
+"""More prompts than fill memory and disk (51 and 102 chunks), with two chunks each."""
 
 
 def test_new_keys_and_new_request_ids_leave_nothing_behind(tmp_path):
     with small_engine(str(tmp_path)) as engine:
-        engine.lookup(range(2 * MIN_HINTS * CHUNK_SIZE))  # one never stored, longer than what is remembered
+        engine.lookup(range(2 * MIN_HINTS * CHUNK_SIZE))  # one never stored, longer than the remembered hints
         for number in range(ITERATIONS):
             iterate(engine, number)
         gc.collect()

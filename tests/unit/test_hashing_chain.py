@@ -1,4 +1,4 @@
-"""Keys: equal exactly for equal prefixes, however the tokens came, and of a format that never changes."""
+"""Keys: equal exactly for equal prefixes, independent of the form of the tokens, in a stable format."""
 
 from __future__ import annotations
 

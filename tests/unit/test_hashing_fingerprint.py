@@ -1,4 +1,4 @@
-"""Fingerprints of weights: other weights under the same names give another one, another place does not."""
+"""Fingerprints of weights: they depend on the content and not on the location."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = 40_000  # bytes, above the three samples of a tensor
 
 
 def safetensors(tensors, *, metadata=None):
-    """The format by hand: header length, JSON header, data."""
+    """Write the format by hand: header length, JSON header, data."""
     header, data = {}, b""
     if metadata:
         header["__metadata__"] = metadata
@@ -201,7 +201,7 @@ def test_other_formats_are_read_by_the_file(tmp_path, name, length, mode):
     file.write_bytes(content)
     prints = {weights_fingerprint(tmp_path, mode=mode)}
     assert prints == {weights_fingerprint(file, mode=mode)}, "a single file is a model"
-    # In each end, and at the step of 1 MiB between them.
+    # At each end, and at the step of 1 MiB between them.
     spots = {spot for spot in (0, length - 1, 2 << 20, 3 << 20) if 0 <= spot < length}
     for spot in spots:
         content[spot] ^= 1
@@ -277,7 +277,7 @@ def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
     try:
         spans = _spans(json.dumps(header).encode(), data_bytes, "x.safetensors")
     except ValueError:
-        return  # what is malformed is refused; see above
+        return  # malformed files are refused; see above
 
     assert all(0 <= begin <= end <= data_bytes for begin, end in spans)
 

@@ -1,4 +1,4 @@
-"""The format of keys: the documented messages, and golden keys so that a change is noticed."""
+"""The format of keys: the documented messages, and golden keys that detect changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_messages_are_the_documented_ones():
     ],
 )
 def test_the_keys_are_the_golden_ones(algorithm, full, imaged, partial):
-    """A change here makes everything that was ever stored unreachable: raise format_version with it."""
+    """A change here makes all stored records unreachable, so it requires a new format_version."""
     one = ChunkHasher(ROOT, chunk_size=256, algorithm=algorithm, extras=[Extra(300, 310, "é")])
 
     chunks = one.extend(range(100, 100 + 600))
@@ -60,7 +60,7 @@ def test_the_keys_are_the_golden_ones(algorithm, full, imaged, partial):
 
 
 def test_a_partial_chunks_message_never_reads_as_a_full_one():
-    """The trailer of a chunk with extras, taken for tokens, would be a negative one: no message is shared."""
+    """The trailer of a chunk with extras, parsed as tokens, would have a negative one: no message is shared."""
     messages = []
     recorder = ChunkHasher(ROOT, chunk_size=4, extras=[Extra(0, 9, "cat")])
     recorder._digest = lambda message: messages.append(message) or message[:16]

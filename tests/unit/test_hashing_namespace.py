@@ -1,4 +1,4 @@
-"""Namespace texts: canonical, injective whatever the names hold, the same in every process."""
+"""Namespace texts: canonical, injective for all names, the same in every process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmcache_async.hashing import (
 )
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
-# Few characters, so that near collisions are met; then any text, halves of surrogate pairs included.
+# Few characters, so that near collisions occur; then any text, including lone surrogates.
 nasty = st.text(alphabet='a/-_,:"\\[]{}u \0\n\ud83d\ude00\u00e9\u0301😀é', max_size=6)
 texts = nasty | st.text(max_size=8)
 pairs = st.lists(st.tuples(texts, texts), max_size=3).map(tuple)
@@ -72,7 +72,7 @@ def test_request_namespaces_have_one_text_exactly_if_they_are_equal(one, other):
     ],
 )
 def test_each_field_changes_the_root(field):
-    plain = dataclasses.replace(PLAIN, algorithm="sha256")  # takes a key
+    plain = dataclasses.replace(PLAIN, algorithm="sha256")  # requires a key
     value = getattr(plain, field)
     other = {int: 7, str: "blake3", tuple: (("kv_scale", "1"),), bytes: KEY}[type(value)]
 

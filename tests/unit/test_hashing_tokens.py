@@ -1,4 +1,4 @@
-"""Token intake: every usual form gives the same int32 array, and what is no token id is named."""
+"""Token input: every common form gives the same int32 array, and errors name the invalid token id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lmcache_async.hashing import as_tokens
 
 MAX = 2**31 - 1
-# NumPy warns about what it will refuse itself one day.
+# NumPy warns about values that a future version rejects.
 NUMPY_TRUE = pytest.param(np.True_, marks=pytest.mark.filterwarnings("ignore:In future"))
 ids = st.lists(st.integers(0, MAX) | st.integers(0, 2), max_size=40)
 

@@ -1,4 +1,4 @@
-"""The host-to-device stage in the engine, with somebody who waits for the load."""
+"""The host-to-device stage in the engine, with a thread that waits for the load."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_load_in_one_batch_tells_how_far_it_is(monkeypatch):
         report = await loads.load()
 
         assert (report.cause, report.hit_chunks, loads.scatters) == ("", 5, [(5, loads.progress)])
-        waiting.join(20)  # its end is told by the copier alone
+        waiting.join(20)  # only the copier ends the wait
         assert not waiting.is_alive()
         assert not loads.progress.abandoned
         assert torch.equal(loads.rig.read(SLOTS), loads.rig.content(TOKENS))

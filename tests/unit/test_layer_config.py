@@ -1,4 +1,4 @@
-"""Layers around tiers, as the config composes them."""
+"""Layers around tiers, as composed by the config."""
 
 from __future__ import annotations
 

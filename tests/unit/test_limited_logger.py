@@ -1,4 +1,4 @@
-"""Log lines that cannot flood, and what a store's and a retrieve's line say."""
+"""Rate limits of log lines, and the log lines of a store and a retrieve."""
 
 import logging
 from collections import Counter
@@ -26,14 +26,14 @@ class Lines(logging.Handler):
 
 
 def logger_to(handler):
-    """A logger of the test's own: no other test's handlers or levels."""
+    """A logger of this test, without the handlers and levels of other tests."""
     logger = logging.Logger("test", logging.INFO)  # noqa: LOG001
     logger.addHandler(handler)
     return logger
 
 
 class Limited:
-    """A limited logger with a clock that the test moves."""
+    """A limited logger with a clock set by the test."""
 
     def __init__(self, interval_s=30.0):
         self.now = 0.0
@@ -114,7 +114,7 @@ def test_a_flood_of_other_causes_does_not_open_the_gate_for_a_busy_one():
         log.report(f"cause {number}", "rare")
         log.report("busy", "busy")
 
-    # A table that is emptied whole when it is full would let one through each time.
+    # If a full table were emptied as a whole, it would let one line through each time.
     assert sum(text.startswith("busy") for text in log.lines.texts) == 1
 
 

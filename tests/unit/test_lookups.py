@@ -1,4 +1,4 @@
-"""Lookups by key: what is there, and what stays there for who names a lookup."""
+"""Lookups by key, and pins of lookups with an id."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
             0, pinned=True
         )
         assert engine.statistics().pinned_chunks == 6
-        assert await store(rig, engine, OTHERS) == 0  # nothing may be given up for them
+        assert await store(rig, engine, OTHERS) == 0  # pinned chunks may not be evicted for these
         assert (await engine.lookup_keys([*keys, *keys_of(engine, tail)])).count == 6
         engine.unpin("a")
         assert engine.statistics().pinned_chunks == 0

@@ -1,4 +1,4 @@
-"""A loop on a thread of its own: submit from anywhere, close once, strand nobody."""
+"""A loop on its own thread: submit from any thread, close once, leave no caller waiting."""
 
 import asyncio
 import concurrent.futures
@@ -30,7 +30,7 @@ async def answer(value):
 
 
 class Parked:
-    """A coroutine that waits for ever, and what became of it."""
+    """A coroutine that waits forever, and its outcome."""
 
     def __init__(self):
         self.started = threading.Event()
@@ -44,7 +44,7 @@ class Parked:
             self.ended.append("cancelled")
             raise
         finally:
-            await asyncio.sleep(0)  # a clean-up that takes a turn
+            await asyncio.sleep(0)  # a clean-up that takes one iteration
             self.ended.append("cleaned up")
 
 
@@ -130,7 +130,7 @@ def test_a_task_that_does_not_end_strands_nobody_who_waits_for_it():
     loop._thread.join(5)
     assert not loop._thread.is_alive()
     del future
-    gc.collect()  # asyncio says of the task that it was pending: here, not when the interpreter ends
+    gc.collect()  # asyncio reports the pending task here, not at interpreter exit
 
 
 def test_a_closed_loop_says_so_and_leaves_no_coroutine_behind():
@@ -156,7 +156,7 @@ def test_a_submit_that_meets_the_closing_ends(monkeypatch):
         if not closers:
             closers.append(threading.Thread(target=loop.close))
             closers[0].start()
-            closers[0].join(0.1)  # as far as it comes; it may have to wait for us
+            closers[0].join(0.1)  # as far as it gets; it may have to wait for this thread
         return real(coroutine, inner)
 
     monkeypatch.setattr(loop_module.asyncio, "run_coroutine_threadsafe", meets_closing)

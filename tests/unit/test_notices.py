@@ -1,4 +1,4 @@
-"""Who watches an engine's tiers is told what each has got and given up."""
+"""Notices about chunks that tiers have stored and removed."""
 
 from collections import defaultdict
 
@@ -14,7 +14,7 @@ SLOTS = list(range(40))
 
 
 class Watching:
-    """Keeps what each tier has, by what it is told."""
+    """A subscriber that keeps the set of each tier's chunks."""
 
     def __init__(self):
         self.has = defaultdict(set)
@@ -49,7 +49,7 @@ async def agree(engine, watcher, *tiers):
 
 @pytest.mark.parametrize("disk_chunks", [4, 100])
 async def test_what_is_told_is_what_the_tiers_have(tmp_path, disk_chunks):
-    """Stores, evictions of both tiers, promotion and clearing."""
+    """With stores, evictions of both tiers, promotion and clearing."""
     rig, watcher = Rig(slabs=8), Watching()
     disk = {"name": "disk", "path": str(tmp_path), "max_bytes": disk_chunks * rig.slab_bytes}
     async with opened(rig, watcher, tiers=["cpu", disk]) as engine:

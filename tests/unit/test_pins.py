@@ -1,4 +1,4 @@
-"""Pins: leases by lookup id, bounded in number and time, all given back."""
+"""Pins: leases by lookup id, limited in number and time, all released at the end."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ class FakeTimer:
 
 
 class FakeLoop:
-    """Timers that go off when the test says so."""
+    """A loop whose timers are fired by the test."""
 
     def __init__(self):
         self.timers = []
@@ -50,7 +50,7 @@ async def test_the_time_is_the_loops():
     pins = Pins(max_buffers=16, ttl_s=0.005)
     pins.hold("a", lease(arena, 16))
 
-    buffer = await arena.lease(10, timeout_s=5)  # there is a slab once the pin has ended
+    buffer = await arena.lease(10, timeout_s=5)  # a slab is free once the pin has ended
 
     assert pins.count == 0
     buffer.release()
@@ -82,7 +82,7 @@ def test_the_bound_and_the_leases_agree_with_a_model(max_buffers, actions):
             elif action == "release":
                 model.pop(lookup_id, None)
                 pins.release(lookup_id)
-            elif action == "close":  # a lookup that is under way may hold leases afterwards
+            elif action == "close":  # a running lookup may hold leases afterwards
                 is_closed = True
                 model.clear()
                 pins.close()

@@ -1,4 +1,4 @@
-"""How far a load has come, and the parts of it that several threads take in turn."""
+"""Progress of a load, and its parts, which several threads take in turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, current_core, off_core
 
-LONG_S = 20  # only a hang takes so long
+LONG_S = 20  # only a hang takes this long
 
 
 class WatchedCondition(threading.Condition):
-    """Tells of each wait when it begins, and for how long it would be."""
+    """A condition that reports the start and the timeout of each wait."""
 
     def __init__(self):
         super().__init__()
@@ -46,11 +46,11 @@ def progress(pool):  # ends before the pool, which waits for its threads
     progress._changed = WatchedCondition()
     yield progress
     progress.advance(4)
-    progress.end()  # or a failed test would leave its threads
+    progress.end()  # otherwise a failed test would leave its threads
 
 
 def waits(progress):
-    """Until a thread really waits: what is told from now on finds it there. For how long it would wait."""
+    """Wait until a thread is waiting, so that later notifications reach it, and return its timeout."""
     return progress._changed.waits.get(timeout=LONG_S)
 
 
@@ -97,7 +97,7 @@ def test_a_load_that_has_not_begun_by_the_deadline_may_not_begin_and_is_waited_f
 
     assert progress.abandoned
     assert not progress.begin()
-    progress.wait(4, deadline=soon())  # would wait for its deadline, and more than a test may take
+    progress.wait(4, deadline=soon())  # would wait until its deadline, longer than a test may take
     assert progress._changed.waits.empty()
 
 
@@ -235,11 +235,11 @@ def test_wait_ended_never_leaves_while_something_is_written(progress, pool):
 
 
 class Gated:
-    """Parts that tell when they begin and end when the test says so.
+    """Parts that report their start and end on request of the test.
 
     Attributes:
-        begun: Numbers of the parts, in the order in which they began.
-        told: What the queue has told of planes.
+        begun: Numbers of the parts, in order of their start.
+        told: Planes reported by the queue.
     """
 
     def __init__(self, firsts, planes, errors=None):
@@ -335,13 +335,13 @@ def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, 
     assert sorted([gated.next(), gated.next()]) == [0, 1]
 
     gated.finish(1)
-    wait(workers, LONG_S, FIRST_COMPLETED)  # it has nothing left to take
+    wait(workers, LONG_S, FIRST_COMPLETED)  # it has no parts left
     assert not gated.queue.done.done()
     gated.finish(0)
 
     assert gated.queue.done.exception(LONG_S) is error
     assert [worker.result(LONG_S) for worker in workers] == [None, None]
-    assert gated.told.empty()  # plane 1 may be torn, and plane 0 is of no use without an outcome
+    assert gated.told.empty()  # plane 1 may be torn, and plane 0 is useless without an outcome
     assert (gated.begun.empty(), sorted(gated.copied)) == (True, [0, 1])
 
 
@@ -378,12 +378,12 @@ def test_withdrawn_when_the_last_part_runs_already_it_is_written_whole(pool):
 
 
 class Payload:
-    """Something that is missed when it is gone."""
+    """An object to be watched by a weak reference."""
 
 
 @pytest.fixture
 def collector_off():
-    """As in vLLM, which freezes what is there and lets little be collected."""
+    """As in vLLM, which freezes existing objects and rarely collects garbage."""
     gc.collect()
     gc.disable()
     yield
@@ -427,7 +427,7 @@ def test_payloads_are_let_go_before_their_planes_are_told_or_the_copy_ends(
 
 @pytest.fixture
 def own_thread():
-    """What a test does to its thread's cores ends with it."""
+    """Restore the CPU affinity of the test's thread afterwards."""
     allowed = os.sched_getaffinity(0)
     yield allowed
     os.sched_setaffinity(0, allowed)
@@ -435,7 +435,7 @@ def own_thread():
 
 def test_a_thread_leaves_a_core_for_as_long_as_asked(own_thread):
     core = min(own_thread)
-    others = own_thread - {core} or own_thread  # where there is one core alone it stays
+    others = own_thread - {core} or own_thread  # with a single core it stays there
 
     with contextlib.suppress(ZeroDivisionError), off_core(core):
         assert os.sched_getaffinity(0) == others

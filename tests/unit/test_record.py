@@ -1,4 +1,4 @@
-"""A record proves itself right, or it is corrupt; nothing else ever comes of bytes."""
+"""A record is verified or corrupt; no bytes give another result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sealed(
     format: RecordFormat = FORMAT, chunk: Chunk = CHUNK, request: str = "r", payload: bytes = PAYLOAD
 ) -> bytearray:
     data = bytearray(format.record_bytes(len(payload)))
-    data[:] = b"\xff" * len(data)  # what a slab's last user left
+    data[:] = b"\xff" * len(data)  # left by the slab's last user
     data[format.header_bytes :] = payload
     with memoryview(data) as view:
         seal(

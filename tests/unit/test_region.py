@@ -1,4 +1,4 @@
-"""The region is made ready in the background, which is about speed alone, and goes with its last user."""
+"""The region is prepared in the background, which affects speed only, and is freed with its last user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_slabs(arena: Arena) -> Iterator[Buffer]:
 
 @dataclass
 class FakeRuntime:
-    """CUDA's host registration: ranges must not overlap, and only what is registered can be unregistered."""
+    """CUDA's host registration: ranges must not overlap, and only registered ranges can be unregistered."""
 
     refuse_after: int | None = None
     ranges: dict[int, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Plug-ins by entry point: listed without an import, imported on use, and every refusal says what to do."""
+"""Plug-ins by entry point: listed without an import, imported on use, with instructive error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel replicas of one config: the same keys, but directories and ports of their own."""
+"""Data-parallel replicas of one config: equal keys, separate directories and ports."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ async def test_the_status_page_of_each_replica_has_its_own_port(tmp_path: Path) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         configured = {"http.listen": f"127.0.0.1:{port - 1}"}
-        with pytest.raises(
-            ConfigError, match=f":{port}: "
-        ):  # replica 1 asks for the next port, which is taken
+        with pytest.raises(ConfigError, match=f":{port}: "):  # replica 1 uses the next port, which is taken
             await opened(rig, 1, tmp_path, **configured).__aenter__()
 
 

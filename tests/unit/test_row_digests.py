@@ -1,4 +1,4 @@
-"""Checksums taken while rows are copied: those of the library, of every length and cut, or none at all."""
+"""Checksums taken while rows are copied: equal to the library's for every length and split, or none at all."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_digest_that_has_not_seen_all_is_none(module):
 
 
 def gather(form, chunks, *, threads=2, digest=True):
-    """The payloads of `chunks` and what the copier says of them."""
+    """The payloads of `chunks`, and the digests from the copier."""
     cache = form.build(8)
     jobs = [CopyJob(np.array(c, np.int64), noise(cache.layout.payload_bytes(len(c)), 7)) for c in chunks]
     copier = CpuCopier(cache.layout, threads=threads)

@@ -1,4 +1,4 @@
-"""Rows copied between a cache and a payload: the compiled module alone, and NumPy's ways of its own."""
+"""Copies of rows between a cache and a payload: by the compiled module and by NumPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def noise(size, seed):
 def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, shift, stream, to_payload):
     places = data.draw(st.lists(st.integers(0, 11), max_size=9, unique=True))
     if data.draw(st.booleans()):
-        places.sort()  # rows that follow each other are copied as one
+        places.sort()  # consecutive rows are copied as one
     skipped = data.draw(st.sets(st.integers(0, 8)))
     memory, payload = noise(12 * size + shift + 3, 1)[shift:], noise(len(places) * size + 1, 2)[1:]
     starts = np.array([-1 if i in skipped else at * size for i, at in enumerate(places)], np.int64)
@@ -115,7 +115,7 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     def turn():
         while not stop.is_set():
             turns[0] += 1
-            time.sleep(0)  # lets the lock go; nobody takes it away here
+            time.sleep(0)  # releases the lock; no other thread takes it here
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
@@ -123,7 +123,7 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     other.start()
     try:
         during = 0
-        for _ in range(2000):  # it may take some before the other thread is given a core
+        for _ in range(2000):  # it may take several before the other thread gets a core
             before = turns[0]
             copy(memory, starts, payload, 64 << 10, False, True)
             during = turns[0] - before
@@ -142,7 +142,7 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
 def test_without_the_module_rows_of_any_size_and_stride_come_to_their_places(
     data, size, aligned, large, step_bytes
 ):
-    """Calls with few rows are made in steps, with many at once."""
+    """Calls with few rows copy in steps, calls with many rows at once."""
     stride, base = (size, 2 * size + 1) if aligned else (size + 1, 5)
     numbers = data.draw(
         st.lists(st.integers(-1, 15), max_size=20, unique_by=lambda n: n if n >= 0 else object())

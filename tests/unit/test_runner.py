@@ -1,4 +1,4 @@
-"""The runner: order, bounds in bytes, drained cancellation, leases back."""
+"""The runner: order, limits in bytes, drained cancellation, leases released."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Cut:
 
 @dataclass
 class Watch:
-    """A stage that parks until told, and says who is inside."""
+    """A stage that blocks until resumed, and records the tasks inside."""
 
     gates: dict[int, asyncio.Event] = field(default_factory=dict)
     inside: int = 0
@@ -60,7 +60,7 @@ class Watch:
 
 
 class Held:
-    """A lease that says how often it was given back."""
+    """A lease that counts its releases."""
 
     def __init__(self):
         self.released = 0
@@ -215,7 +215,7 @@ async def test_cancelled_at_any_step_nothing_is_left_behind(steps):
     await asyncio.wait({run})
     assert watch.inside == 0
     assert budget.statistics().used_bytes == 0
-    assert copied == ([True] if steps else [])  # a task cancelled before it began has not been called
+    assert copied == ([True] if steps else [])  # a task cancelled before its start was not called
 
 
 async def test_on_copied_comes_once_when_the_last_batch_has_passed_the_copy():

@@ -21,7 +21,7 @@ def filled(hits=1, held=2, counts=(0, 0, 0), seconds=0.0, tier="cpu"):
 
 
 def parsed(samples):
-    """Values by name and labels, as Prometheus' own parser reads the text."""
+    """Values by name and labels, as read by Prometheus' own parser."""
     return {
         (sample.name.removeprefix("lmcache_async_"), tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(exposition(samples.families()).decode())

@@ -1,4 +1,4 @@
-"""Sealing in the engine: checksums that the copy took, and those that may not be used."""
+"""Sealing in the engine: checksums taken by the copy, and those that must not be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STORE = ["hash", "lookup", "allocate", "device_to_host", "seal", "write"]
 
 @pytest.fixture
 def digests(monkeypatch):
-    """Of each gather whether checksums were wanted of it, and what it gave."""
+    """For each gather whether checksums were requested, and its result."""
     gather, given = CpuCopier.gather, []
 
     async def told(self, *arguments, **options):
@@ -32,18 +32,18 @@ def digests(monkeypatch):
 
 @pytest.fixture
 def rig():
-    return Rig(head_dim=16)  # rows of 64 bytes, of which digests can be taken
+    return Rig(head_dim=16)  # rows of 64 bytes, the minimum for digests
 
 
 async def flip(batch: FilledBatch) -> FilledBatch:
-    """Change every payload in its place."""
+    """Change every payload in place."""
     for buffer in batch.buffers:
         buffer.array[4096:] ^= 0x55
     return batch
 
 
 async def stored_and_loaded(rig, registry, stages):
-    """The KV that comes back through the disk-like tier alone, which checks every checksum."""
+    """Return the KV loaded through the disk-like tier only, which verifies every checksum."""
     slots = range(len(TOKENS))
     rig.write(slots, rig.content(TOKENS))
     settings = {"tiers": ["dict"], "store.stages": stages}

@@ -1,4 +1,4 @@
-"""What a store says of the tiers that other processes read."""
+"""Reports of stores about tiers that other processes read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SharedTier(DictTier):
 
 
 class RefusingTier(SharedTier):
-    """Takes one chunk, and then no more."""
+    """A tier that accepts one chunk only."""
 
     async def put(self, key, buffer):
         if self.records:
@@ -57,7 +57,7 @@ async def test_a_store_counts_what_others_can_read(tiers, shared):
         await engine.store(TOKENS, TOKENS)
 
     [report] = reports
-    assert (report.stored, report.shared) == (3, shared)  # memory has them all
+    assert (report.stored, report.shared) == (3, shared)  # memory has all of them
 
 
 @pytest.mark.parametrize(("tier", "shared"), [(DiskTier, False), (ValkeyTier, True), (S3Tier, True)])

@@ -1,4 +1,4 @@
-"""Prompts larger than the arena: a slower tier gets all of them, batch by batch, within the store's deadline."""
+"""Prompts larger than the arena: a slower tier gets all chunks, batch by batch, within the store's deadline."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def rig_of(slabs):
 
 
 def settings(*tiers, **others):
-    """`allocate_timeout_s` is 0, so that nothing that waits for memory is rescued by it."""
+    """With an `allocate_timeout_s` of 0, a call that waits for memory fails at once."""
     return {
         "tiers": list(tiers),
         "store.batch_bytes": "32MiB",

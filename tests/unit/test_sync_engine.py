@@ -1,4 +1,4 @@
-"""The facade with LMCache's names: same arguments, same masks, any thread, and nothing left when it is gone."""
+"""The facade with LMCache's names: same arguments, same masks, usable in any thread, without leaks."""
 
 import gc
 import re
@@ -36,7 +36,7 @@ def config(**settings):
 
 
 class Paged(Rig):
-    """A paged KV cache as LMCache's users have it: [2, blocks, block size, heads, head size] a layer."""
+    """A paged KV cache in LMCache's form: [2, blocks, block size, heads, head size] per layer."""
 
     def __init__(self):
         super().__init__(layers=LAYERS, blocks=BLOCKS, block_size=BLOCK_SIZE, head_dim=WIDTH)
@@ -47,7 +47,7 @@ class Paged(Rig):
         self.write(slots, self.content(tokens))
 
     def check(self, tokens, slots, hit):
-        """Those tokens are in their slots, and no other slot was touched."""
+        """Check that these tokens are in their slots, and that no other slot was changed."""
         slots, hit = list(slots), list(hit)
         used = [slots[i] for i in hit]
         assert torch.equal(self.read(used), self.content(tokens)[:, :, hit])
@@ -61,7 +61,7 @@ def paged():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """No test leaves a thread of ours, nor an engine in the builder."""
+    """Check that a test leaves neither threads nor engines in the builder."""
     before = set(threading.enumerate())
     yield
     assert LMCacheEngineBuilder._engines == {}
@@ -313,7 +313,7 @@ def test_the_cache_by_both_names_is_refused(engine, paged):
         store(engine, paged, kv_caches=paged.caches, kvcaches=paged.caches)
 
 
-# What else the KV depends on.
+# Other inputs of keys.
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_settings_of_a_request_that_are_no_tags_change_nothing(engine, paged):
     assert engine.lookup(TOKENS) == 40
 
 
-# Looking up, pinning, prefetching, clearing.
+# Lookup, pin, prefetch, clear.
 
 
 def test_a_pinned_lookup_keeps_its_chunks_until_it_is_unpinned(paged):
@@ -646,7 +646,7 @@ def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(made, paged):
     wait_parked(engine, made.tier)
     closing = in_thread(engine.close)
 
-    assert closing.exception(10) is None  # not the 30 s that a call to a tier may take
+    assert closing.exception(10) is None  # less than the 30 s that a call to a tier may take
     assert isinstance(storing.exception(5), EngineClosedError | None)
 
 

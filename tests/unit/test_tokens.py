@@ -1,4 +1,4 @@
-"""The verbs by tokens: whatever the mask and the rows, the answer is what was really loaded."""
+"""Calls by tokens: for any mask and rows, the answer matches the loaded content."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ BLOCKS, BLOCK_SIZE, CHUNK = 24, 4, 8
 
 
 class BlockCache:
-    """One layer of vLLM's form, [blocks, heads, block size, content]: a row is a block, not a token."""
+    """One layer in vLLM's form, [blocks, heads, block size, content]: a row is a block, not a token."""
 
     def __init__(self):
         self.tensor = torch.zeros(BLOCKS, 1, BLOCK_SIZE, 2)

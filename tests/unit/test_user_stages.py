@@ -1,4 +1,4 @@
-"""Stages are plug-ins: one that misbehaves fails its request, and the engine goes on."""
+"""Stages are plug-ins: one that misbehaves fails its request, and the engine continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RAISED = {
 
 
 def stages_of(switch, misbehave):
-    """A stage for each joint of both chains; each does `misbehave` while the switch is on."""
+    """A stage for each position in both chains; each calls `misbehave` while the switch is on."""
 
     async def whole_request(batch: HashedBatch) -> HashedBatch:
         return await misbehave(batch) if switch.on else batch
@@ -131,7 +131,7 @@ def test_what_a_stage_raises_fails_the_request_and_not_the_loop(chain, stage, be
 
 
 def errors(error):
-    """The texts of an exception, or of all in a group."""
+    """The texts of an exception, or of all exceptions in a group."""
     if isinstance(error, BaseExceptionGroup):
         return [text for one in error.exceptions for text in errors(one)]
     assert isinstance(error, RuntimeError)

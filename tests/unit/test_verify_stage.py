@@ -1,4 +1,4 @@
-"""The verify stage in the engine: what only a whole chain shows."""
+"""The verify stage in the engine: effects that only a whole chain shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = list(range(100, 116))  # 2 chunks
 
 @pytest.fixture
 def collector_off() -> Iterator[None]:
-    """As in vLLM, which freezes what is there and lets little be collected."""
+    """As in vLLM, which freezes existing objects and rarely collects garbage."""
     gc.collect()
     gc.disable()
     yield
@@ -76,7 +76,7 @@ async def test_a_record_of_another_shape_is_a_miss() -> None:
 async def test_a_prefix_ends_at_the_first_corrupt_record_whichever_thread_finds_it(
     monkeypatch: pytest.MonkeyPatch, threads: int, position: int
 ) -> None:
-    monkeypatch.setattr(verify_stage, "SHARE_BYTES", 1)  # as of records of many megabytes
+    monkeypatch.setattr(verify_stage, "SHARE_BYTES", 1)  # as with records of many megabytes
     rig, made, tokens = Rig(), Made(), list(range(100, 148))
     settings = {"retrieve.batch_bytes": 6 * rig.slab_bytes, "copy_threads": threads}
     async with rig.open(registry=made.registry, tiers=["dict"], **settings) as engine:

@@ -1,4 +1,4 @@
-"""Memory: a worker pool lets go of a call's arguments before anybody hears of its end."""
+"""A worker pool drops references to a call's arguments before its future resolves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmcache_async.memory.threads import WorkerPool, in_thread
 
 
 class Thing:
-    """What a weak reference can point to."""
+    """An object that supports weak references."""
 
 
 @pytest.fixture

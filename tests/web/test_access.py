@@ -87,7 +87,7 @@ def test_an_invalid_token_file_is_an_error(tmp_path: Path, text: str, mode: int,
         ("10.0.0.1", False),
         ("", False),
         ("[::1", False),
-        ("evil.example@127.0.0.1", True),  # whose host is 127.0.0.1: no browser sends it
+        ("evil.example@127.0.0.1", True),  # its host is 127.0.0.1: no browser sends it
     ],
 )
 def test_only_loopback_names_are_accepted_as_host(host: str, ours: bool) -> None:

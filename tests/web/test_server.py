@@ -64,7 +64,9 @@ async def test_each_path_has_its_content_type_and_no_external_resource() -> None
         assert "Access-Control-Allow-Origin" not in one.headers
         assert int(one.headers["Content-Length"]) == len(one.body)
     for path in ("/", "/style.css", *SCRIPTS):
-        text = heard[path].body.decode().replace("http://www.w3.org/2000/svg", "")  # a name, not a place
+        text = (
+            heard[path].body.decode().replace("http://www.w3.org/2000/svg", "")
+        )  # a namespace, not an address
         assert "://" not in text
     assert heard["/metrics"].body == b"fake_total 1\n"
     assert heard["/healthz"].body == b"ok\n"
@@ -148,7 +150,7 @@ async def test_the_rank_is_added_to_the_port() -> None:
         port = urlsplit(server.url).port
         assert port is not None
         shifted = status_server(FakeSource(), config(listen=f"127.0.0.1:{port - 3}"), rank=3)
-        with pytest.raises(ConfigError, match=f":{port}: "):  # the one that is taken
+        with pytest.raises(ConfigError, match=f":{port}: "):  # the port that is taken
             await shifted.__aenter__()
     with pytest.raises(ConfigError, match="ports end at 65535"):
         await status_server(FakeSource(), config(listen="127.0.0.1:65535"), rank=1).__aenter__()

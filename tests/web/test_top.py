@@ -125,7 +125,7 @@ def test_watching_continues_until_interrupted(monkeypatch: pytest.MonkeyPatch) -
 
         def ask() -> None:
             engine.ask("request-7", TOKENS)
-            while not client.read()["recent"]:  # an answer is given again for a moment
+            while not client.read()["recent"]:  # an answer is cached for a moment
                 pass
 
         steps = iter([ask, engine.close, interrupt])

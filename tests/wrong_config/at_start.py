@@ -1,4 +1,4 @@
-"""What is refused only when something starts: each case does it in a folder, and has what it is told."""
+"""Errors at start: each case starts something in a folder, and has the expected message."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def allocate_shared(nbytes: int) -> None:
 
 
 def open_directory(folder: Path) -> None:
-    """The default one, in the folder that is $XDG_RUNTIME_DIR, which others may write to."""
+    """Open the default directory, in an $XDG_RUNTIME_DIR that others may write to."""
     (folder / "lmcache-async").mkdir()
     (folder / "lmcache-async").chmod(0o777)
     check_directory(folder / "lmcache-async" / "host.sock", make=False)

@@ -1,4 +1,4 @@
-"""Wrong files and all that `config check` says of each: {file} is the file, {dir} the folder of secrets beside it."""
+"""Invalid files and the full output of `config check`: {file} is the file, {dir} the folder of secrets next to it."""
 
 # fmt: off
 ENGINE: list[tuple[str, list[str]]] = [

@@ -1,6 +1,6 @@
-"""Places that refuse a config and cannot be reached by a case of ours, and where each is tested.
+"""Statements that refuse a config and cannot be reached by a case here, and where each is tested.
 
-A line has a source file and a part of the statement that only this one has, then a test file and a part of that test.
+A line has a source file and a unique part of the statement, then a test file and a part of that test.
 """
 
 from __future__ import annotations

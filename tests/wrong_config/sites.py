@@ -1,4 +1,4 @@
-"""Where the source refuses a config, and which of these places a piece of code passes."""
+"""Statements of the source that refuse a config, and those that a piece of code executes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALIDATORS = (
     "lmcache_async/tiers/middleware/limit.py",
     "plugins",
 )
-"""Where a ValueError is a refusal too: pydantic makes an error of it. Of plugins, those files that read options."""
+"""A ValueError is a refusal where pydantic turns it into an error. Of plug-ins, only the files that parse options."""
 READERS = frozenset({"config.py", "address.py"})
 NOT_OF_CONFIGS = (
     "lmcache_async/bench/",
@@ -28,7 +28,7 @@ NOT_OF_CONFIGS = (
     "lmcache_async/maintenance/",
     "plugins/disk/offline.py",
 )
-"""Benchmarks, tests and commands: what they refuse are their own options and files."""
+"""Benchmarks, tests and commands, which refuse their own options and files."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,7 +39,7 @@ class Site:
         file: Its path from the root.
         first: Its first line.
         last: Its last line.
-        text: As it is written.
+        text: Its source text.
     """
 
     file: str
@@ -49,12 +49,12 @@ class Site:
 
     @property
     def name(self) -> str:
-        """How lists name it: lines move, texts do not."""
+        """Its name in lists, without line numbers, which change."""
         return f"{self.file}: {self.text}"
 
 
 def sites() -> list[Site]:
-    """Every place, in order."""
+    """Return every such statement, in order."""
     found = []
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):

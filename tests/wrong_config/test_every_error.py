@@ -1,4 +1,4 @@
-"""Every wrong config has its message, and no place that refuses one is without a test."""
+"""Every invalid config has its message, and every statement that refuses one is tested."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECRETS = {
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch) -> Iterator[Path]:
-    """Files of secrets, and an environment without settings of ours; sockets in it have short paths."""
+    """A folder of secrets and short paths for sockets, in an environment without our settings."""
     with tempfile.TemporaryDirectory(prefix="lma-") as directory:
         folder = Path(directory)
         for name, text in SECRETS.items():
@@ -137,7 +137,7 @@ def runs(folder: Path) -> Iterator[Callable[[], object]]:
 
 
 def table_of(test: Callable[..., None]) -> list[tuple]:
-    """The cases that a test is parametrized with."""
+    """The cases of a parametrized test."""
     [mark] = [mark for mark in test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
     return list(mark.args[1])
 

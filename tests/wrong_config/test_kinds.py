@@ -1,4 +1,4 @@
-"""Whatever stands in whatever field: what is wrong is said in our words, none of pydantic's."""
+"""Any value in any field: errors have our own messages, none of pydantic's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WRONG: list[Any] = [
     *([], [[]], [None], [1.5], [{}], {}, {"x": 1}, {1: 2}, {"a": {"b": []}}, {1, 2}, (1, 2)),
     *(dt.date(2026, 1, 1), dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Path("x")),
 ]
-"""What YAML, JSON and vLLM's options can hold."""
+"""Values that YAML, JSON and vLLM's options can represent."""
 NO_NUMBERS = [True, False, math.nan, math.inf, "nan", "1e400", 10**30, 10**400, 1e300, "9" * 5000, -1, "-1"]
 """Values that no configurable number accepts."""
 OURS = frozenset({"value_error", "literal_error", "missing", "extra_forbidden", "invalid_key", "disagree"})
-"""Kinds of errors that have words of their own, beside those in EXPECTED."""
+"""Kinds of errors with their own messages, in addition to EXPECTED."""
 
 
 def kinds_of(annotation: Any) -> set[Any]:
@@ -36,7 +36,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 
 def models() -> list[type[BaseModel]]:
-    """All models of the engine, the daemon, the tiers and the layers, with those inside."""
+    """All models of the engine, the daemon, the tiers and the layers, including nested ones."""
     found: dict[type[BaseModel], None] = {}
     registry = installed()
     todo: list[Any] = [EngineConfig, DaemonConfig]
@@ -89,7 +89,7 @@ def test_every_error_of_a_field_has_our_words(model, name):
 
 
 def refused(model: type[BaseModel], options: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """The kinds of pydantic's errors, and what is told of them."""
+    """The kinds of pydantic's errors, and the resulting messages."""
     try:
         model.model_validate(options)
     except ValidationError as error:

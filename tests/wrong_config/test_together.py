@@ -1,4 +1,4 @@
-"""All mistakes of a file are reported at once: each with the line that it has alone."""
+"""All mistakes of a file are reported at once, each with the same line as alone."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ TIERS: list[tuple[str, list[str]]] = [
 def composed(
     sections: list[tuple[str, list[str]]], tiers: list[tuple[str, list[str]]]
 ) -> tuple[str, list[str]]:
-    """A file of the fragments, and what is said of it; `{file}` stands for its name."""
+    """Return a file composed of the fragments, and its expected messages, with `{file}` for its name."""
     text, expected, index = "", [], 0
     if tiers:
         sections = [("tiers:", []), *sections]

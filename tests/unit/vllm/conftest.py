@@ -1,4 +1,4 @@
-"""Imports vLLM once, with its own warnings let through, and gives a short directory for sockets."""
+"""Imports vLLM once without treating its warnings as errors, and provides a short directory for sockets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _own_log_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Waits for another thread: polls, and fails after a time that is never reached."""
+    """Poll for progress of another thread, and fail after a long time."""
 
     def wait(condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""A tier that several simulated vLLMs share, and a test's hand on what is visible."""
+"""A tier shared by several simulated vLLMs, with visibility controlled by the test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Shelf:
-    """What the shared tier holds.
+    """Content of the shared tier.
 
     Attributes:
         visible: Records that lookups find.
-        under_way: Records that were put while the shelf was slow: nobody finds them before `arrive`.
-        slow: Puts are under way until they arrive.
+        under_way: Records put while the shelf was slow, invisible until `arrive`.
+        slow: Puts stay in `under_way` until `arrive`.
         broken: Puts fail.
     """
 

@@ -103,7 +103,7 @@ def test_a_boundary_is_stored_only_while_its_whole_window_exists(
 def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers(
     pool: BlockPool, pins: BlockPins, offered: tuple[int, ...]
 ):
-    """The block table has another block in that place. A boundary without the state of every group is useless."""
+    """The block table has another block at that position. A boundary without the state of every group is useless."""
     groups = (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN"))
     queue = queue_of(pins, *groups)
     full, *tables = (pool.get_new_blocks(5) for _ in groups)

@@ -74,7 +74,7 @@ def root(config: Any, setup: Setup, *, layout: str = "layout", **options: Any) -
 
 
 def changed(config: Any, path: str, value: Any) -> Any:
-    """A copy with one value changed, as deep as the path goes."""
+    """A copy with one value changed, at the given path."""
     first, _, rest = path.partition(".")
     result = copy.copy(config)
     object.__setattr__(result, first, changed(getattr(config, first), rest, value) if rest else value)
@@ -169,7 +169,7 @@ PROCESSORS = (
 
 
 def image_model(config: Any, folder: Path, **settings: Any) -> Any:
-    """The config of a model that takes images."""
+    """The config of a model with image input."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({}))
     save_file({"w": torch.tensor([1.0])}, folder / "model.safetensors")
@@ -293,7 +293,7 @@ def test_ranks_of_mla_have_the_same_keys_and_places_of_their_own(config: Any, se
 
     first, second = ranks(two, mla)
     assert first.root() == second.root()
-    assert (first.tp_rank, second.tp_rank) == (0, 1)  # directories and ports go by it
+    assert (first.tp_rank, second.tp_rank) == (0, 1)  # directories and ports depend on it
     assert "replicated" not in first.text
     first, second = ranks(two, full)
     assert first.root() != second.root()
@@ -330,7 +330,7 @@ def ranked(config: Any, tp_size: int, rank: int, pp_size: int = 1) -> Any:
 
 
 def with_heads(config: Any, setup: Setup, heads: int, tp_size: int) -> tuple[Any, Any]:
-    """The config of a model with so many KV heads, and the KV cache of one of its ranks."""
+    """The config of a model with this number of KV heads, and the KV cache of one of its ranks."""
     cache = kv_cache_config(setup)
     spec = dataclasses.replace(cache.kv_cache_groups[0].kv_cache_spec, num_kv_heads=heads // tp_size)
     cache.kv_cache_groups[0].kv_cache_spec = spec
@@ -511,7 +511,7 @@ def test_batch_invariance_is_supported_where_vllm_caches_prefixes_with_it(
 
 
 def test_a_pipeline_stage_without_layers_of_a_group_is_not_supported(config: Any, setup: Setup) -> None:
-    """With few layers and several stages vLLM gives a stage groups that are empty there."""
+    """With few layers and several stages, vLLM gives a stage groups that are empty there."""
     full = kv_cache_config(setup).kv_cache_groups[0]
     stage = with_groups(setup, full, KVCacheGroupSpec([], full.kv_cache_spec))
 
@@ -569,7 +569,7 @@ def test_attention_windows_are_supported_beside_full_attention_and_alone(
 
 
 def test_windows_need_failures_by_request(config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch):
-    """VLLM 0.31 and older take them by block, which several groups share."""
+    """VLLM 0.31 and older report them by block, and several groups share block ids."""
     full = kv_cache_config(setup).kv_cache_groups[0]
     monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
 

@@ -1,4 +1,4 @@
-"""The border to vLLM: what vLLM's code does with us, and that nothing of ours reaches it as an exception."""
+"""The interface to vLLM: calls by vLLM's code, and no exception reaches it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Broken:
 
 
 class Steps:
-    """A worker connector that notes what is called of it."""
+    """A worker connector that records calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -315,7 +315,7 @@ def test_our_lines_go_where_vllms_go_with_the_name_of_the_product(setup: Setup, 
     monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
     made(setup).shutdown()
     made(setup).shutdown()
-    monkeypatch.setattr(theirs, "handlers", [lines])  # as after another configuration of vLLM's
+    monkeypatch.setattr(theirs, "handlers", [lines])  # as with a different logging configuration of vLLM
     LimitedLogger(logging.getLogger("lmcache_async.plugins.disk")).report(
         "a", "tier %r: 100%% of %d", "disk", 3
     )
@@ -335,9 +335,9 @@ def test_importing_the_connector_starts_no_thread_and_no_device():
 
 
 def _import_the_connector() -> None:
-    """Import the connector as vLLM does: vLLM is imported, and nothing of this project.
+    """Import the connector as vLLM does: with vLLM imported, and nothing of this project.
 
-    Runs in a fork, because an interpreter of its own takes many seconds to import vLLM.
+    Runs in a fork, because a new interpreter takes many seconds to import vLLM.
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache_async"]:
         del sys.modules[name]

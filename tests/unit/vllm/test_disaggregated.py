@@ -1,6 +1,6 @@
-"""Prefill in one simulated vLLM and decode in another, with a tier between them that obeys the test.
+"""Prefill in one simulated vLLM and decode in another, with a shared tier controlled by the test.
 
-The simulator fails a test by itself when a request would read KV that is not the KV of its tokens.
+The simulator fails a test when a request would read KV that is not the KV of its tokens.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Pair:
         return self.simulators(given, kv_role=role, **setup)
 
     def prefill(self, producer: SimulatedVLLM, name: str, tokens: list[int], **options: Any) -> Params:
-        """As a proxy does it: one token, and what the answer says of the KV."""
+        """Like a proxy: generate one token, and return the KV transfer parameters of the answer."""
         producer.add(name, tokens, max_tokens=1, **options)
         producer.run()
         assert producer.outputs[name] == expected(tokens, 1)
         return producer.kv_transfer_params[name]
 
     def waiting(self, consumer: SimulatedVLLM, asks: int = 3) -> None:
-        """Step until its requests have asked so often in vain."""
+        """Step until the consumer's requests have been looked up this many times without a hit."""
         counts = scheduler_of(consumer).promises
 
         def asked() -> bool:
@@ -230,18 +230,18 @@ def test_when_the_shared_tier_refuses_consumers_are_not_told_to_wait(pair: Pair)
     pair.shelf.broken = True
     first = pair.prefill(producer, "first", prompt(200))  # one step, so its end is not known before it ends
     pair.simulators.settle(producer)
-    producer.add("tells", prompt(10, seed=1), max_tokens=2)  # a step, which brings the tiers' answer
+    producer.add("tells", prompt(10, seed=1), max_tokens=2)  # a step, which delivers the tiers' answer
     producer.run()
     second = pair.prefill(producer, "second", prompt(300, seed=2))
     pair.shelf.broken = False
     numbers = itertools.count(3)
 
-    def promises_again() -> bool:  # when the breaker before the tier has let a store through
+    def promises_again() -> bool:  # once the breaker before the tier has let a store through
         number = next(numbers)
         return pair.prefill(producer, f"later {number}", prompt(300, seed=number)) is not None
 
     pair.simulators.until(promises_again)
-    assert first is not None  # nobody knew yet
+    assert first is not None  # the failure was not known yet
     assert second is None
 
 

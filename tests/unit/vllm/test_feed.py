@@ -1,4 +1,4 @@
-"""Metrics of an engine as taken by the model thread."""
+"""Metrics of an engine as read by the model thread."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ async def test_the_model_thread_never_waits_for_the_loop() -> None:
     async with Rig().open() as engine:
         feed = StatsFeed(engine)
         feed._collect()
-        with feed._lock:  # the loop compares just now
+        with feed._lock:  # the loop is comparing
             assert not feed.take()
 
         class Lock:
-            """The loop finds at the last moment that nothing has changed."""
+            """A lock that simulates a comparison without a change at the last moment."""
 
             def acquire(self, *, blocking: bool) -> bool:
                 assert not blocking

@@ -1,4 +1,4 @@
-"""Hits of models with several KV groups, compared with vLLM's own rules for what a request can use."""
+"""Hits of models with several KV groups, compared with vLLM's own rules for usable blocks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def spec_of(group: KVGroup) -> KVCacheGroupSpec:
 
 
 def opened_keys(groups: list[KVGroup], num_tokens: int, ranks: int = 1) -> RequestKeys:
-    """The keys of a request of these many tokens; those of all ranks are equal."""
+    """Return the keys of a request of this many tokens; those of all ranks are equal."""
     keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
     identity = Identity(PROTOCOL, b"r" * 16, "xxh3_128", CHUNK, block_size_of(groups))
     group_roots = [bytes([group.index]) * 16 for group in groups]
@@ -98,7 +98,7 @@ def opened_keys(groups: list[KVGroup], num_tokens: int, ranks: int = 1) -> Reque
 
 
 def blocks_of(group: KVGroup, start: int, stop: int) -> set[tuple[int, bytes]]:
-    """Names in vLLM's cache of the blocks of a group with these tokens."""
+    """Return the names in vLLM's cache of the blocks of a group with these tokens."""
     return {
         (group.index, (end // BLOCK - 1).to_bytes(4, "big"))
         for end in range(start + group.block_size, stop + 1, group.block_size)
@@ -119,7 +119,7 @@ def find(keys: RequestKeys, groups: list[KVGroup], *ranks: Rank) -> Answer:
 
 
 def usable(groups: list[KVGroup], num_tokens: int, stored: set[tuple[int, bytes]]) -> int:
-    """The longest hit of vLLM's own manager classes, of which one token is left to compute."""
+    """Return the longest hit by vLLM's own manager classes, with one token left to compute."""
     coordinator = MooncakeStoreCoordinator([spec_of(group) for group in groups], block_size_of(groups), BLOCK)
     hashes = [number.to_bytes(4, "big") for number in range(num_tokens // BLOCK)]
     _, hit = coordinator.find_longest_cache_hit(
@@ -135,7 +135,7 @@ KINDS = st.sampled_from(["full", "window", "local", "state"])
 def models(draw: st.DrawFn) -> list[KVGroup]:
     """One to four groups of any kind, with blocks of one or two sizes."""
     kinds = draw(st.lists(KINDS, min_size=1, max_size=4))
-    # VLLM has one size of blocks beside chunked local attention.
+    # VLLM has one block size with chunked local attention.
     sizes = st.sampled_from([BLOCK] if "local" in kinds else [BLOCK, 2 * BLOCK])
     groups = []
     for index, kind in enumerate(kinds):
@@ -153,7 +153,7 @@ def models(draw: st.DrawFn) -> list[KVGroup]:
 
 
 def records_at(keys: RequestKeys, group: KVGroup, boundary: int) -> dict[bytes, set[tuple[int, bytes]]]:
-    """The records of a group for one boundary, and the blocks that each of them has."""
+    """Return the records of a group for one boundary, and the blocks in each of them."""
     starts = range(group.first_needed(boundary), boundary, CHUNK)
     spans = [(start, min(start + CHUNK, boundary)) for start in starts]
     names = unpack_keys(keys.boundary_keys(group, boundary)[0])
@@ -163,7 +163,7 @@ def records_at(keys: RequestKeys, group: KVGroup, boundary: int) -> dict[bytes, 
 def records_of_chunks(
     keys: RequestKeys, groups: list[KVGroup], count: int
 ) -> dict[bytes, set[tuple[int, bytes]]]:
-    """The records of so many chunks in the groups of full attention, and the blocks that each of them has."""
+    """Return the records of this many chunks in the groups of full attention, and the blocks in each of them."""
     found = {}
     for position, group in enumerate(full_groups(groups)):
         leading = keys.packed_keys(0, count)
@@ -175,7 +175,7 @@ def records_of_chunks(
 
 @given(groups=models(), num_tokens=st.integers(1, 60), data=st.data())
 def test_a_hit_is_that_of_vllms_coordinator_on_what_is_stored(groups, num_tokens, data):
-    """Of the chunks, and of the records for up to three boundaries, any records have been evicted.
+    """Any of the chunks, and any of the records for up to three boundaries, may have been evicted.
 
     For each position the coordinator says whether a request can continue there with the chunks and the records for this
     position. Records for two positions are not combined.
@@ -249,7 +249,7 @@ def test_costs_of_records_are_those_of_their_chunks() -> None:
 
 @pytest.mark.parametrize("with_full", [True, False], ids=["beside full attention", "in all layers"])
 def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(with_full: bool) -> None:
-    """Also if another prompt has stored the chunks after that place."""
+    """Also if another prompt has stored the chunks after that position."""
     window = KVGroup(int(with_full), BLOCK, window=5)
     groups = [KVGroup(0, BLOCK), window] if with_full else [window]
     rank, keys = Rank(), opened_keys(groups, 100)

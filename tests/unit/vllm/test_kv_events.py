@@ -53,7 +53,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def published(sim: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Events of our tiers, those of the device left out; a list that grows."""
+    """Return events of our tiers, without those of the device, as a list that grows."""
     events: list[Any] = []
 
     def publish(batch: Any) -> None:
@@ -64,7 +64,7 @@ def published(sim: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def steps_until(sim: SimulatedVLLM, until: Until, condition: Callable[[], bool]) -> None:
-    """Step with other requests, whose prompts are too short for a chunk."""
+    """Step with other requests, whose prompts are shorter than a chunk."""
 
     def stepped() -> bool:
         sim.add(f"beside {len(sim.outputs)}", prompt(20, len(sim.outputs)), max_tokens=1)
@@ -89,7 +89,7 @@ def test_each_tier_tells_of_the_chunks_that_it_gets(
         mine = [event for event in events if event.ownership == tier]
         assert all(isinstance(event, BlockStored) for event in mine)
         by_hash = {event.block_hashes[0]: event for event in mine}
-        assert len(by_hash) == 5  # and not the partial one, and not those of the other rank
+        assert len(by_hash) == 5  # neither the partial one nor those of the other rank
         found: list[int] = []
         parent = None
         while nexts := [event for event in by_hash.values() if event.parent_block_hash == parent]:

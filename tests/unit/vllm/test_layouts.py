@@ -1,4 +1,4 @@
-"""The pages of vLLM's KV caches that have more than keys and values: with scales inside, packed or padded."""
+"""Pages of vLLM's KV caches with more than keys and values: with inline scales, packed or padded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL: dict[str, Any] = {
     "dtype": torch.bfloat16,
 }
 MLA: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
-# What the attention backends of vLLM publish for a number format; most of them need a GPU.
+# Layouts of vLLM's attention backends for a number format; most of them need a GPU.
 SPECS = {
     "8 bits": FullAttentionSpec(
         **FULL | {"dtype": torch.float8_e4m3fn}, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
@@ -61,7 +61,7 @@ SPECS = {
 
 
 def views_of(spec: Any, form: KVCacheLayout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The memory of vLLM's cache, and the views of its layers that a connector is given."""
+    """The memory of vLLM's cache, and the views of its layers that are passed to a connector."""
     strides = compute_layout_strides(spec, BLOCKS, LAYERS, form)
     raw = torch.zeros(LAYERS * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
     names = [f"layer.{index}" for index in range(LAYERS)]

@@ -1,4 +1,4 @@
-"""Load or compute: the decision alone, and what it is based on."""
+"""Load or compute: the decision, and its inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decider(tokens_per_s=1000.0, **options):
 
 
 def costs_of(*runs):
-    """Of runs given as (chunks, seconds) each."""
+    """The costs of runs given as (chunks, seconds)."""
     ends, chunks, seconds = [], 0, 0.0
     for count, took in runs:
         chunks, seconds = chunks + count, seconds + took
@@ -51,11 +51,11 @@ runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
     [
         ([(10, 0.01)], 1000, "load"),
         ([(10, 1.5)], 0, "recompute"),  # computing 1000 tokens takes a second
-        ([(10, 1.02)], 1000, "load"),  # not worth the device's time
+        ([(10, 1.02)], 1000, "load"),  # not worth the device time
         ([(4, 0.01), (6, 5.0)], 400, "partial"),
         ([(4, 5.0), (6, 0.01)], 0, "recompute"),  # a hit has no holes
-        ([(4, 0.5), (6, 0.01)], 1000, "load"),  # a slow beginning that the rest makes good
-        ([], 1000, "load"),  # nothing is known of the tiers
+        ([(4, 0.5), (6, 0.01)], 1000, "load"),  # a slow beginning compensated by the rest
+        ([], 1000, "load"),  # no speed of any tier is known
     ],
 )
 def test_what_is_sooner_is_done_and_counted(costs, chosen, decided):

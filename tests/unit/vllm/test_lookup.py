@@ -1,4 +1,4 @@
-"""The client's thread against real servers on real sockets; the engine behind them is a set of keys."""
+"""The client's thread with real servers on real sockets; the engine behind them is a set of keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHUNK, BLOCK = 8, 2
 
 @dataclass
 class KeySet:
-    """An engine that has exactly these keys."""
+    """An engine with exactly these keys."""
 
     keys: set[bytes] = field(default_factory=set)
     pins: Counter[str] = field(default_factory=Counter)
@@ -132,14 +132,14 @@ class Ranks:
         return self._answers[lookup.lookup_id]
 
     def hold(self, rank: int, tokens: list[int], namespace: RequestNamespace | None = None) -> None:
-        """This rank has all chunks of these tokens, the partial one at the end too."""
+        """Add all chunks of these tokens to this rank, including the partial one at the end."""
         root = (namespace or RequestNamespace()).root(self.roots[rank])
         hasher = ChunkHasher(root, chunk_size=CHUNK)
         self.engines[rank].keys.update(hasher.extend_keys(tokens))
         self.engines[rank].keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
 
     def hold_boundary(self, rank: int, tokens: list[int], boundary: int, *, but: int | None = None) -> None:
-        """This rank has what each group needs there, except for one group."""
+        """Add the records of a boundary to this rank, except those of one group."""
         keys = RequestKeys("r", tokens, len(tokens))
         roots = [identity.group_roots for identity in self.identities]
         keys.open(self.roots, self.identities[0], "", group_roots=roots)
@@ -360,7 +360,7 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
 
     ranks.client.release(lookup, answer)
     ranks.client.release(lookup, answer)
-    ranks.ask(PROMPT)  # an answer that comes after the unpin was served
+    ranks.ask(PROMPT)  # an answer sent after the unpin was processed
 
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
@@ -415,7 +415,7 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
 
 
 def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
-    """Each answer finds its own lookup, though others are asked and answered meanwhile."""
+    """Each answer reaches its own lookup, although others are sent and answered meanwhile."""
     ranks.serve_all()
     for rank in (0, 1):
         ranks.hold(rank, PROMPT)
@@ -454,7 +454,7 @@ def test_a_connection_that_was_ended_is_nothing_to_tell_of(
         monkeypatch.setattr(LookupServer, "_say_goodbye", lambda server: None)
     caplog.clear()
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
-    for _ in range(2):  # at the second attempt the first one has been told of
+    for _ in range(2):  # after the second attempt, the first one has been recorded
         assert attempts.acquire(timeout=20)
 
     told = [record.levelname for record in caplog.records if record.name == lookup_module.__name__]
@@ -514,10 +514,10 @@ def test_a_connection_accepted_while_the_server_closes_is_ended(socket_dir: Path
         await turns(turns_before)
         await server.aclose()
         with client, contextlib.suppress(ConnectionResetError):
-            while await asyncio.to_thread(client.recv, 1024):  # it says goodbye
+            while await asyncio.to_thread(client.recv, 1024):  # it closes the connection
                 pass
 
-    # The engine's loop. asyncio's own, of Python 3.11, forgets what it accepted of a server that is closed.
+    # The engine's loop. asyncio's loop in Python 3.11 forgets accepted connections of a closed server.
     uvloop.run(close_soon_after_a_connection())
 
 
@@ -538,7 +538,7 @@ def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(w
         windows.hold(rank, tokens)
         windows.hold_boundary(rank, tokens, 3 * CHUNK)
         windows.hold_boundary(rank, tokens, 5 * CHUNK)
-        windows.hold_boundary(rank, tokens, 6 * CHUNK, but=1 + rank)  # a group of each rank lacks it
+        windows.hold_boundary(rank, tokens, 6 * CHUNK, but=1 + rank)  # one group of each rank lacks it
     windows.hold_boundary(0, tokens, 8 * CHUNK)  # only one rank has it
 
     answer = windows.ask(tokens)
@@ -548,7 +548,7 @@ def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(w
 
 
 def test_leases_of_a_boundary_are_released(windows: Ranks):
-    """Also if the records of full attention hold none, or if another rank lacks the boundary."""
+    """Also if no record of full attention is leased, or if another rank lacks the boundary."""
     windows.serve_all()
     tokens = list(range(10 * CHUNK))
     for rank in (0, 1):
@@ -598,6 +598,6 @@ def test_a_boundary_that_one_group_lacks_on_every_rank_is_no_hit(windows: Ranks)
     tokens = list(range(6 * CHUNK))
     for rank in (0, 1):
         windows.hold(rank, tokens)
-        windows.hold_boundary(rank, tokens, 5 * CHUNK, but=2)  # the records of the first group are there
+        windows.hold_boundary(rank, tokens, 5 * CHUNK, but=2)  # the records of the first group are present
 
     assert windows.ask(tokens).hit_tokens(CHUNK) == 0

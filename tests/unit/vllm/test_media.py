@@ -1,4 +1,4 @@
-"""Which identifiers of images, audio and video stand for their content."""
+"""Identifiers of images, audio and video that are content hashes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vllm_config(*, prefix_caching: bool, cache_gb: float | None) -> Any:
 
 
 def vllms_own_names(config: Any, uuids: list[str | None]) -> list[str | None]:
-    """What vLLM's renderer makes of the client's uuids; None is hashed later."""
+    """Identifiers that vLLM's renderer derives from the client's uuids; None is hashed later."""
     renderer = SimpleNamespace(
         config=config, model_config=config.model_config, _validate_mm_uuids=lambda *_: None
     )
@@ -85,7 +85,7 @@ def test_a_clients_name_is_content(identity: MediaIdentity, identifier: str) -> 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])
 @pytest.mark.parametrize("prefix", ["", "adapter:"])
 def test_a_hash_is_content_only_where_vllm_hashes_content(algorithm: Any, prefix: str) -> None:
-    """Elsewhere it may be of a count together with the request's `mm_processor_kwargs`."""
+    """Otherwise it may be a hash of a count and the request's `mm_processor_kwargs`."""
     digest = MultiModalHasher.hash_kwargs(
         algorithm, model_id="m", image="renderer0-mm-1-image-0", mm_processor_kwargs={"max_pixels": 9}
     )

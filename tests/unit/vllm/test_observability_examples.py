@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of the examples, against the series that really come out."""
+"""The dashboard and the alerts of the examples, compared with the exported series."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "observability"
 SCRAPED = {"job", "instance"}
-"""Labels that Prometheus itself gives to whatever it reads."""
+"""Labels that Prometheus adds to all scraped series."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Query:
     @property
     def parsed(self) -> Any:
         fixed = re.sub(r"\$__(rate_interval|range)", "5m", self.text)
-        fixed = re.sub(r'"\$\w+"', '".*"', fixed)  # a variable of the dashboard, at All
+        fixed = re.sub(r'"\$\w+"', '".*"', fixed)  # a variable of the dashboard, set to All
         return promql_parser.parse(fixed)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ QUERIES += [Query(rule["alert"], rule["expr"]) for rule in rules()]
 
 @pytest.fixture(scope="module")
 def series() -> Iterator[Series]:
-    """Of a vLLM's /metrics, of an engine whose disk was damaged, and of a daemon."""
+    """Series of vLLM's /metrics, of an engine with a damaged disk, and of a daemon."""
     found = Series()
     directory = Path(tempfile.mkdtemp(prefix="lma"))
     try:
@@ -150,7 +150,7 @@ def daemon() -> str:
 
 
 def parts(expression: Any) -> list[Any]:
-    """The expression and all inside it."""
+    """The expression and all of its subexpressions."""
     found = []
     promql_parser.walk(expression, lambda node: found.append(node) or True)
     return found

@@ -1,4 +1,4 @@
-"""Load decisions on their way from the scheduler to the status page."""
+"""Load decisions, sent from the scheduler to the status page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the model computes prompts, measured on a simulated engine whose steps overlap."""
+"""Prefill speed of a model, measured on a simulated engine whose steps overlap."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RATE = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to be planned.
+    """A step to be scheduled.
 
     Attributes:
         factor: Its duration relative to that at `RATE`.
-        gap: Seconds that the engine is idle before it is planned.
+        gap: Seconds that the engine is idle before it is scheduled.
         stall: Seconds between the end of the step and the call that reports it.
         reported: Whether the end is reported.
     """
@@ -37,7 +37,7 @@ class Step:
 class Engine:
     """vLLM's loop with a queue of batches, in virtual time, on a pipeline of stages.
 
-    A step is planned while fewer than `depth` are in flight. Otherwise the engine waits for the oldest one.
+    A step is scheduled while fewer than `depth` are in flight. Otherwise the engine waits for the oldest one.
     """
 
     def __init__(self, *, depth: int = 1, stages: int = 1, host_s: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class Engine:
         self.clock = PrefillClock(lambda: self.time)
         self._depth = depth
         self._host_s = host_s
-        self._free = [0.0] * stages  # the time at which each stage has nothing left to do
+        self._free = [0.0] * stages  # time at which each stage becomes idle
         self._queue: deque[tuple[int, float, Step]] = deque()
 
     def run(self, *steps: Step) -> None:
@@ -163,7 +163,7 @@ def test_large_batches_of_decodes_are_no_prompts(depth: int):
 
 def test_outputs_that_are_processed_at_once_are_measured_together():
     engine = Engine(depth=4)
-    stalled = [Step(2000, stall=0.59), *[Step(2000)] * 3]  # three more end before the engine goes on
+    stalled = [Step(2000, stall=0.59), *[Step(2000)] * 3]  # three more end before the engine continues
     engine.run(*stalled * 30)
 
     assert engine.rate == near(RATE)

@@ -1,4 +1,4 @@
-"""What a producer's scheduler connector promises, and what a consumer's does with a promise."""
+"""Promises: created by a producer's scheduler connector, used by a consumer's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def finish(bench: Bench, request: Request) -> Promise | None:
 
 
 def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
-    """A request of which all is computed, and the next token sampled."""
+    """A request whose prompt is computed, with the next token sampled."""
     request = bench.request(num_tokens, **options)
     bench.step((request, num_tokens))
     request.append_output_token_ids(5)
@@ -166,7 +166,7 @@ def test_reports_of_ranks_are_added_and_a_zero_counts():
     assert one.aggregate(other) == WorkerReport({1: 2, 3: 1}, {1: 0, 2: 3})
 
 
-# A promise on its way
+# Promises in transit
 
 
 GOOD = PROMISE.params()[PROMISE_FIELD]

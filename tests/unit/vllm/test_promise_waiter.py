@@ -1,4 +1,4 @@
-"""The consumer's wait, where time is virtual: how often it asks, and when it gives up."""
+"""The consumer's wait in virtual time: the times of its lookups, and its timeout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK, BLOCK = 8, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 PROMPT = list(range(30))
 TIMEOUT_S, WAIT_S = 0.5, 2.0
-STEPS_S = 0.01  # what a loop's steps may take, each some microseconds of virtual time
+STEPS_S = 0.01  # duration of the loop's steps, each of some virtual microseconds
 AT_ONCE = pytest.approx(0.0, abs=STEPS_S)
 AT_THE_END = pytest.approx(WAIT_S, abs=STEPS_S)
 
@@ -51,7 +51,7 @@ def promise_of(tokens: list[int], num_tokens: int, **roots: Any) -> Promise:
 
 @dataclass
 class Rank:
-    """Answers as a lookup server does, from keys that appear at their times."""
+    """A lookup server whose keys appear at given times."""
 
     index: int
     appears: dict[bytes, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Rank:
     hangs_from: float = float("inf")
 
     def put(self, tokens: list[int], at: float, *, first: int = 0) -> None:
-        """All chunks of these tokens from the chunk `first` on, and the partial one at the end."""
+        """Add all chunks of these tokens from the chunk `first` on, including the partial one at the end."""
         chain = chain_of(tokens)
         keys = [chain.key(self.index, chunk) for chunk in range(first, len(tokens) // CHUNK)]
         keys += [chain.tail.keys[self.index]] if chain.tail else []
@@ -86,7 +86,7 @@ def split(packed: bytes) -> list[bytes]:
 
 
 class Bench:
-    """Two ranks, and one `PromiseWaiter` that asks them."""
+    """Two ranks, and one `PromiseWaiter` that queries them."""
 
     def __init__(self) -> None:
         self.ranks = [Rank(0), Rank(1)]
@@ -100,7 +100,7 @@ class Bench:
     async def ask(
         self, promise: Promise | None, *, tokens: list[int] = PROMPT, wait_s: float = WAIT_S
     ) -> tuple[Answer, PendingLookup, float]:
-        """The answer, and when it was there."""
+        """Return the answer and its time."""
         keys = chain_of(tokens)
         lookup = Lookup("r#1", len(tokens), 0, now(), promise, wait_s)
         pending = PendingLookup(keys, lookup, keys.end_candidates())
@@ -161,9 +161,9 @@ def test_while_it_waits_it_asks_for_one_key_alone_and_seldom():
         answer, _, when = await bench.ask(WHOLE)
         assert (answer.hit_tokens(CHUNK), when) == (0, AT_THE_END)
         asked = bench.ranks[0].asked
-        assert asked[:2] == ["lookup", "first"]  # what is there, and where a hole begins
+        assert asked[:2] == ["lookup", "first"]  # the stored prefix, and the first missing chunk
         assert set(asked[2:-2]) == {"first"}
-        assert asked[-2:] == ["lookup", "first"]  # the last word
+        assert asked[-2:] == ["lookup", "first"]  # the final answer
         assert bench.counts.asks == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
 
     run(test)

@@ -206,7 +206,7 @@ def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed:
 
 
 class TrackerMachine(RuleBasedStateMachine):
-    """Any order of events: pins come back, nothing is stored twice, and only computed tokens are stored."""
+    """Any order of events: pins are released, nothing is stored twice, and only computed tokens are stored."""
 
     PROMPT = 44
 

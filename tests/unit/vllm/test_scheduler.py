@@ -1,4 +1,4 @@
-"""The scheduler connector alone: its client answers when the test says so, its blocks are vLLM's own pool's."""
+"""The scheduler connector alone, with a client controlled by the test and blocks of vLLM's own pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 
 
 class Client:
-    """The lookup client without its thread: hashes at once unless `hashes` is False; answers when `answer` is called."""
+    """The lookup client without its thread. It hashes at once unless `hashes` is False, and answers in `answer`."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -90,7 +90,7 @@ class Client:
 
 
 class Bench:
-    """A scheduler connector, and the little of vLLM's scheduler that calls it."""
+    """A scheduler connector, and the calls of vLLM's scheduler."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_
         bench.client.time = 0.01
         for lookup in bench.client.asked:
             bench.client.answer(lookup, Answer(20, costs=((20, 1.0),)))
-        assert bench.scheduler.match(first, 0) == (160, True)  # nothing is known yet
+        assert bench.scheduler.match(first, 0) == (160, True)  # the speed is unknown yet
 
         for _ in range(MIN_RUNS):
             step = bench.step((bench.request(160), 160)).step
@@ -341,7 +341,7 @@ def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_
 
 
 def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
-    """A step without tokens, whose end vLLM may not report, and decodes with drafts are between the prompts."""
+    """Between the prompts are a step without tokens, whose end vLLM may not report, and decodes with drafts."""
     bench = Bench(num_blocks=5001)
     decoding = bench.request(8)
     bench.step((decoding, 8))
@@ -535,7 +535,7 @@ def test_a_request_aborted_in_the_middle_of_its_load_stores_nothing_and_gives_it
 
     assert bench.idle().stores == ()
     assert not bench.client.released
-    assert bench.scheduler.has_work  # or vLLM would not step, and not learn that the load has ended
+    assert bench.scheduler.has_work  # otherwise vLLM would not step, and not notice the end of the load
     bench.report(finished={request.request_id})
     assert len(bench.client.released) == 1
     assert not bench.scheduler.has_work
@@ -544,7 +544,7 @@ def test_a_request_aborted_in_the_middle_of_its_load_stores_nothing_and_gives_it
 def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again():
     bench = Bench()
     request, job = load(bench, hit(4, 4), num_tokens=37, local=0)
-    bad = job.touched_blocks()[5:]  # of the second chunk on
+    bad = job.touched_blocks()[5:]  # from the second chunk on
 
     bench.report(bad=set(bad), finished={request.request_id})
     request.num_computed_tokens = 10
@@ -613,7 +613,7 @@ def test_a_load_whose_job_cannot_be_created_is_lost_too():
 
 
 def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int = 0) -> tuple[Request, Job]:
-    """A request whose hit is loaded by the step that it joins."""
+    """A request whose hit is loaded by the step that includes it."""
     request = bench.request(num_tokens)
     bench.answer(request, hit(chunks, resident=True))
     external, is_async = bench.scheduler.match(request, local)
@@ -655,7 +655,7 @@ def test_nobody_shares_blocks_that_a_step_is_still_to_fill():
     other = bench.request(40, params={"skip_load": True})
     layerwise(bench, local=8)
 
-    assert bench.scheduler.match(other, 8) == (0, False)  # these were there before
+    assert bench.scheduler.match(other, 8) == (0, False)  # these were stored before
     assert bench.scheduler.match(other, 10) == (None, False)
     bench.report()
     assert bench.scheduler.match(other, 10) == (0, False)
@@ -827,7 +827,7 @@ def test_drafted_tokens_that_may_be_rejected_are_not_stored():
     bench.step((request, 15))
     request.append_output_token_ids(3)
 
-    assert spans(bench.step((request, 9)).stores) == [(8, 16)]  # one known token and eight guesses
+    assert spans(bench.step((request, 9)).stores) == [(8, 16)]  # one known token and eight drafts
     request.num_computed_tokens = 16
     assert tracker(bench, request).next_chunk == 2
 
@@ -854,7 +854,7 @@ def test_two_requests_with_one_prefix_store_it_once():
     bench.complete(jobs)
     third = Request("later", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
     bench.scheduler.on_new_request(third)
-    assert spans(bench.step((third, 32)).stores) == [(0, 32)]  # ended: the engine knows better than we
+    assert spans(bench.step((third, 32)).stores) == [(0, 32)]  # ended: the engine's answer takes precedence
 
 
 def test_source_blocks_are_held_until_every_rank_has_copied_them():

@@ -1,4 +1,4 @@
-"""The connectors in the simulation: every request gets its own answer, and a seed replays to the letter."""
+"""The connectors in the simulation: every request gets its own answer, and a seed replays exactly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loads_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "first"),  # a seed that finds it within seconds, as long as no draw changes before it
+    ("plant", "first"),  # a seed that finds it within seconds, unless a draw changes before it
     [
         (a_load_that_fails_is_believed, (0, Faults.MANY)),
         (what_lookups_pinned_is_kept, (3, Faults.NONE)),

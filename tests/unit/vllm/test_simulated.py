@@ -1,6 +1,6 @@
-"""Scheduler and worker connectors under vLLM's real scheduler, with the real engine, over a KV cache whose values are known.
+"""Scheduler and worker connectors under vLLM's real scheduler, with the real engine and known KV values.
 
-The simulator fails a test by itself when a request would read KV that is not the KV of its tokens.
+The simulator fails a test when a request would read KV that is not the KV of its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = {
     "chunk_size": 64,
     "arena.max_bytes": "8MiB",
     "arena.prefault": False,
-    "vllm.load_policy": "always",  # these steps compute nothing, and so are sooner than any load
+    "vllm.load_policy": "always",  # these steps compute nothing, so they are faster than any load
     "vllm.lookup_timeout_s": 20.0,  # the machine may be slow; a test of the deadline sets its own
 }
 
@@ -67,7 +67,7 @@ class Simulators:
         return sim
 
     def settle(self, sim: SimulatedVLLM) -> None:
-        """All that was computed is stored, and vLLM's own cache is empty."""
+        """Wait until all computed chunks are stored, and empty vLLM's own cache."""
         sim.run()
         self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
         assert sim.scheduler.reset_prefix_cache()
@@ -152,7 +152,7 @@ def test_prompts_that_part_in_the_middle_share_what_they_share(simulators: Simul
     sim.add("other", other)
     sim.run()
 
-    assert sim.cached_tokens["other"] == (0, 144)  # two chunks of 64, and of the third a block
+    assert sim.cached_tokens["other"] == (0, 144)  # two chunks of 64, and one block of the third
     assert sim.outputs["other"] == expected(other, 4)
 
 
@@ -202,7 +202,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
 def hit_after_restart(
     simulators: Simulators, folder: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> int:
-    """The tokens that a second vLLM loads from the first one's disk. Each is given its `options` and its setup."""
+    """Return the number of tokens that a second vLLM, with its own options and setup, loads from the first one's disk."""
     tokens = prompt(500)
     sims = []
     for setup in (before, after):
@@ -339,7 +339,7 @@ def test_requests_with_one_prefix_at_the_same_moment(simulators: Simulators):
 def test_a_hit_in_a_slow_tier_is_computed_without_any_setting(
     simulators: Simulators, tmp_path: Path, overlapped: bool, num_ranks: int
 ):
-    """The first hit is loaded, and shows how slow the tier is. A read takes longer than all steps of a prompt."""
+    """The first hit is loaded and shows the speed of the tier. A read takes longer than all steps of a prompt."""
     faults = {"name": "faults", "delay_s": 0.5, "get": {"delay": 1.0}}
     disk = {"name": "disk", "path": str(tmp_path / "kv"), "max_bytes": "64MiB", "layers": [faults]}
     options = {
@@ -470,7 +470,7 @@ def test_nobody_reads_what_a_layerwise_load_that_failed_left_behind(simulators: 
     )
     while not scheduler_of(sim).metrics.counter("failed_loads_total").value:
         sim.step()
-    sim.abort("warm")  # so that it does not compute what is missing
+    sim.abort("warm")  # so that it does not compute the missing part
     if when == "later":
         sim.add("sharing", sharing)
     sim.run()
@@ -540,7 +540,7 @@ def test_what_each_role_stores_and_loads(
 
     assert sim.cached_tokens["warm"] == (0, 288 if loads else 0)
     assert bool(engine_of(sim.ranks[0]).statistics().tiers["cpu"].chunks) == stores
-    # By this vLLM decides that a load must not be given blocks that a step still writes.
+    # This is how vLLM decides that a load must not get blocks that a step still writes.
     assert sim.config.kv_transfer_config.is_kv_consumer == (loads or role != "kv_producer")
     assert_nothing_is_held(sim)
 
@@ -571,7 +571,7 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
 @pytest.mark.parametrize("local", [100, 200, 250])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):
-    """Of chunks and windows of which vLLM has the start, only the rest is loaded."""
+    """If vLLM has the start of chunks and windows, only the rest is loaded."""
     sim = simulators(groups=MODELS[model])
     tokens = prompt(300)
     sim.add("cold", tokens)

@@ -1,4 +1,4 @@
-"""Series of vLLM's own /metrics, with both connectors under its real scheduler, and its real Prometheus client."""
+"""Series in vLLM's own /metrics, with both connectors under its real scheduler, and its real Prometheus client."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ours(connector: Any) -> LMCacheAsyncConnector:
 
 
 def values(**labels: str) -> dict[tuple[str, ...], float]:
-    """Our series as Prometheus reads them, by name and values of our labels, in the order of the label names."""
+    """Our series as read by Prometheus, by name and values of our labels, in the order of the label names."""
     return {
         (sample.name.removeprefix("lmcache_async_"), *(v for k, v in sample.labels.items() if k not in LABELS)): sample.value
         for family in text_string_to_metric_families(generate_latest(REGISTRY).decode())

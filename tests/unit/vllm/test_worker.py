@@ -1,4 +1,4 @@
-"""The worker connector over an engine that the test drives."""
+"""The worker connector over an engine controlled by the test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHUNK, BLOCK = 4, 2
 
 
 class Engine:
-    """Does to each request what the test put into `retrieve` and `store`."""
+    """An engine with results from `retrieve` and `store`, set by the test."""
 
     def __init__(self) -> None:
         self.copier = self
@@ -92,7 +92,7 @@ def job(job_id: int = 1, *, blocks: tuple[int, ...] = (10, 11, 12, 13, 14), epoc
 
 
 class Worker(WorkerConnector):
-    """A worker connector with a test's engine."""
+    """A worker connector with the test's engine."""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
 
 @pytest.fixture
 def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    """A worker with two layers; what should begin in time has all the time it needs."""
+    """A worker with two layers, and a deadline far longer than any wait."""
     monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
     layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
     side = Worker(Engine(), socket_dir)
@@ -492,7 +492,7 @@ def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
     deep.begin_step(waited_load(2))
     for name in ("first", "second"):
         deep.wait_for_layer(name)
-    failed = deep.take_failed_blocks()  # of the second one alone: these blocks were given back long ago
+    failed = deep.take_failed_blocks()  # only of the second one: the other blocks were reported before
     assert failed == {10, 11, 12, 13, 14}
     assert deep.take_failed_blocks() == set()
 
