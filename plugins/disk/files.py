@@ -254,7 +254,7 @@ class RecordReads:
         self._batches = itertools.count()
         self._arrivals = itertools.count()
         self._waiting: list[_Read] = []  # a heap: reads with pieces that no thread has begun
-        self._workers = 0
+        self._workers: set[object] = set()
 
     def open_batch(self) -> ReadBatch:
         """Return the batch of a new call. It has a lower priority than those of older calls."""
@@ -290,20 +290,24 @@ class RecordReads:
         return withdrawn
 
     def _add_worker(self) -> None:
-        """Start a thread if fewer than allowed are reading."""
+        """Start a thread if fewer than allowed are reading. If that fails, the others read all pieces."""
+        worker = object()
         with self._lock:
-            if self._workers >= self._threads:
+            if len(self._workers) >= self._threads:
                 return
-            self._workers += 1
+            self._workers.add(worker)
         try:
-            self._pool.submit(self._work)
-        except BaseException:
+            self._pool.submit(self._work, worker)
+        except BaseException as error:
             with self._lock:
-                self._workers -= 1
-            raise
+                self._workers.discard(worker)
+                others = bool(self._workers)
+            if not (others and isinstance(error, RuntimeError)):
+                raise
 
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
+    def _work(self, worker: object) -> None:
+        """Read until no piece is left. A pool that failed to start a thread may still call this later."""
+        while (task := self._next(worker)) is not None:
             read, start = task
             if start is None:
                 self._open(read)
@@ -311,7 +315,7 @@ class RecordReads:
                 self._read_piece(read, start)
             del task, read
 
-    def _next(self) -> tuple[_Read, int | None] | None:
+    def _next(self, worker: object) -> tuple[_Read, int | None] | None:
         """Take the first piece that no thread has begun, or a file to open (None); None if there is neither."""
         with self._lock:
             while self._waiting:
@@ -325,21 +329,20 @@ class RecordReads:
                     return read, start
                 else:
                     heapq.heappop(self._waiting)
-            self._workers -= 1
+            self._workers.discard(worker)
             return None
 
     def _open(self, read: _Read) -> None:
         assert read.view is not None
-        nbytes = len(read.view)
+        read.gapless_bytes = nbytes = len(read.view)
         try:
+            read.piece_bytes = piece_size(nbytes, self._piece_bytes)
+            starts = range(0, nbytes, read.piece_bytes)
             read.descriptor = self._files.open(read.key, nbytes)
         except Exception as error:  # noqa: BLE001 - raised on the event loop
             read.error = error
             self._finish(read)
             return
-        read.gapless_bytes = nbytes
-        read.piece_bytes = piece_size(nbytes, self._piece_bytes)
-        starts = range(0, nbytes, read.piece_bytes)
         read.unfinished = len(starts)
         with self._lock:
             read.starts = iter(starts)
@@ -351,13 +354,12 @@ class RecordReads:
     def _read_piece(self, read: _Read, start: int) -> None:
         assert read.view is not None
         error: Exception | None = None
-        count = 0
-        with read.view[start : start + read.piece_bytes] as piece:
-            nbytes = len(piece)
-            try:
+        count, nbytes = 0, min(read.piece_bytes, len(read.view) - start)
+        try:
+            with read.view[start : start + nbytes] as piece:
                 count = read_all(read.descriptor, piece, start)
-            except Exception as failure:  # noqa: BLE001 - raised on the event loop
-                error = drop_tracebacks(failure)  # its frames refer to the piece
+        except Exception as failure:  # noqa: BLE001 - raised on the event loop
+            error = drop_tracebacks(failure)  # its frames refer to the piece
         with self._lock:
             if count < nbytes:
                 read.gapless_bytes = min(read.gapless_bytes, start + count)
@@ -393,7 +395,7 @@ def _outcome(read: _Read) -> int | Exception:
         return _wrong_length(read.key, f"{read.gapless_bytes} bytes were read of {len(read.view)}")
     try:
         return _record_size(read.view)
-    except ChunkCorruptError as error:
+    except Exception as error:  # noqa: BLE001 - raised on the event loop
         return drop_tracebacks(error)
 
 

@@ -10,8 +10,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,10 +207,10 @@ async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(
     submit, batch = rig.pool.submit, rig.reads.open_batch()
     content = rig.add(1, 5)
 
-    def submit_from_the_loop(call: Callable[[], object]) -> object:
+    def submit_from_the_loop(call: Callable[..., object], *args: object) -> object:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("can't start new thread")
-        return submit(call)
+        return submit(call, *args)
 
     monkeypatch.setattr(rig.pool, "submit", submit_from_the_loop)
     memory = rig.start(batch, 1, len(content))
@@ -255,6 +257,59 @@ async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(
     rig.start(batch, 1, nbytes)
 
     assert isinstance((await rig.end(batch))[1], OSError)
+
+
+async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(nbytes: int, target: int) -> int:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(disk_files, "piece_size", fail)
+    batch = rig.reads.open_batch()
+    rig.start(batch, 1, len(rig.add(1, 3)))
+
+    assert isinstance((await rig.end(batch))[1], MemoryError)
+
+
+async def test_running_threads_read_a_record_for_which_no_other_can_be_started(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, submit = Log(monkeypatch, rig), rig.pool.submit
+    calls: list[Future[Any]] = []
+    rig.reads = RecordReads(rig.files, rig.pool, 2, PIECE)
+    nbytes = [len(rig.add(number, 1 + number)) for number in range(4)]
+    fails = False
+
+    def submit_and_fail(call: Callable[..., object], *args: object) -> object:
+        calls.append(submit(call, *args))  # as in the standard library: the call stays in the queue
+        if fails:
+            raise RuntimeError("can't start new thread")
+        return calls[-1]
+
+    monkeypatch.setattr(rig.pool, "submit", submit_and_fail)
+    batch, later = rig.reads.open_batch(), rig.reads.open_batch()
+    rig.start(batch, 0, nbytes[0])
+    await log.wait(1)
+    fails = True
+    rig.start(batch, 1, nbytes[1])
+    fails = False
+    log.opened.set()
+    outcomes = await rig.end(batch)
+    await asyncio.gather(*map(asyncio.wrap_future, calls))
+
+    log.opened.clear()
+    log.begun = threading.Semaphore(0)
+    calls.clear()
+    for number in (2, 3):
+        rig.start(later, number, nbytes[number])
+    await log.wait(2)
+    num_threads = len(calls)
+    log.opened.set()
+    await rig.end(later)
+
+    assert [type(outcome) for outcome in outcomes.values()] == [int, int]
+    assert num_threads == 2
 
 
 async def test_reads_that_no_thread_has_begun_are_withdrawn(
