@@ -225,7 +225,7 @@ def test_all_names_what_it_leaves_out(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("rows", [[], [Row.of("it", "ms", [1.0], "limit", [2.0], {"of": 1})]])
-def test_what_a_benchmark_left_out_is_reported_with_its_figures(rows, tmp_path, monkeypatch, capsys):
+def test_skipped_cases_of_a_benchmark_are_reported_with_its_figures(rows, tmp_path, monkeypatch, capsys):
     async def measure(settings, frame):
         for row in rows:
             yield row

@@ -112,7 +112,7 @@ async def test_the_profile_has_rates_and_calls_of_each_layout_and_block_size():
 
 
 @pytest.mark.one_loop
-async def test_what_the_profile_has_no_time_for_is_left_out_with_a_line():
+async def test_cases_too_slow_for_the_profile_are_skipped_with_a_line():
     frame = Frame(rounds=1)
 
     assert [row async for row in profile.profile(profile.QUICK, frame, TorchGpu(), -1)] == []

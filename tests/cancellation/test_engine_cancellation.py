@@ -253,7 +253,7 @@ async def test_a_load_is_not_over_before_a_running_copy_has_ended(monkeypatch):
 
 
 @pytest.mark.parametrize("steps", range(8))
-async def test_device_memory_is_told_free_exactly_once_wherever_a_store_is_cancelled(steps):
+async def test_device_memory_is_reported_free_exactly_once_wherever_a_store_is_cancelled(steps):
     async with Opened() as opened:
         told = []
         request = store_request(opened, lambda: told.append(True))

@@ -61,7 +61,7 @@ def load(**sources: object) -> EngineConfig | str:
         return str(error)
 
 
-def test_any_file(tmp_path):
+def test_any_file_gives_a_config_or_a_config_error(tmp_path):
     file = tmp_path / "kv.yaml"
 
     @effort
@@ -74,7 +74,7 @@ def test_any_file(tmp_path):
     keep_at_it(check)
 
 
-def test_any_bytes(tmp_path):
+def test_any_bytes_give_a_config_or_a_config_error(tmp_path):
     file = tmp_path / "kv.yaml"
 
     @effort
@@ -96,7 +96,7 @@ def test_any_mapping():
     keep_at_it(check)
 
 
-def test_any_environment(tmp_path):
+def test_any_environment_gives_a_config_or_a_config_error(tmp_path):
     @effort
     @given(st.dictionaries(st.sampled_from(VARIABLES), texts | values.map(str), max_size=5))
     def check(env):

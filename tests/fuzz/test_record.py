@@ -137,7 +137,7 @@ def test_a_record_under_another_key_is_not_proven() -> None:
     assert caught.value.cause == "key"
 
 
-def test_any_bytes() -> None:
+def test_any_bytes_read_as_a_record_give_its_content_or_an_error() -> None:
     @effort
     @given(st.binary(max_size=3 * PAGE), st.booleans())
     def check(data: bytes, start_right: bool) -> None:

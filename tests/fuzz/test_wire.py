@@ -260,7 +260,7 @@ async def hear(data: bytes) -> RankConnection:
     return link
 
 
-def test_the_client_outlives_whatever_a_server_says():
+def test_the_client_survives_any_answer_of_a_server():
     @effort
     @given(conversations)
     def check(data):
@@ -272,7 +272,7 @@ def test_the_client_outlives_whatever_a_server_says():
     keep_at_it(check)
 
 
-def test_the_client_believes_no_identity_but_a_whole_one():
+def test_the_client_accepts_only_complete_identities():
     @effort
     @given(maps | good)
     def check(message):
@@ -297,7 +297,7 @@ class Rank:
         return next(self.replies, None)
 
 
-def test_no_answer_of_a_rank_is_believed_beyond_what_was_asked():
+def test_an_answer_longer_than_the_query_is_cut():
     replies = (
         st.none()
         | maps

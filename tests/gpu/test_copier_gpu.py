@@ -194,7 +194,7 @@ async def test_pageable_payloads_are_copied_all_the_same():
     )
 
 
-def test_on_a_gpu_the_kernel_is_taken():
+def test_the_kernel_is_used_on_a_gpu():
     (copier,) = open_copiers([CacheForm().build(4, device="cuda").layout])
 
     assert isinstance(copier, CudaCopier)

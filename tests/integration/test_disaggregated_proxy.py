@@ -136,7 +136,7 @@ async def test_a_request_is_prefilled_for_one_token_and_then_decoded(setup: Setu
     }
 
 
-def test_what_is_only_about_the_answer_is_not_asked_of_the_prefiller():
+def test_parameters_of_the_answer_are_not_sent_to_the_prefiller():
     body = {
         "messages": [],
         "tools": [{}],
@@ -166,7 +166,7 @@ async def test_requests_go_to_all_in_turn(setup: Setup):
     assert [len(vllm.asked) for vllm in (*setup.prefillers, *setup.decoders)] == [2, 2, 2, 2]
 
 
-async def test_who_asks_is_told_on(setup: Setup):
+async def test_the_headers_of_a_client_are_forwarded(setup: Setup):
     headers = {"Authorization": "Bearer k", "X-Request-Id": "7", "Cookie": "c"}
     async with setup.client.post(f"{setup.url}/v1/completions", json={}, headers=headers) as answer:
         assert answer.status == 200
@@ -210,7 +210,7 @@ async def test_an_error_of_the_decoder_is_passed_on(setup: Setup):
 
 
 @pytest.mark.parametrize("told", [None, {}])
-async def test_a_prefiller_that_tells_nothing_is_fine(setup: Setup, told: Any):
+async def test_a_prefiller_without_transfer_parameters_is_accepted(setup: Setup, told: Any):
     setup.prefillers[0].told = told
 
     assert (await setup.ask(max_tokens=5))[0] == 200
@@ -231,7 +231,7 @@ async def test_a_decoder_that_breaks_off_breaks_off_for_the_client(setup: Setup)
             await answer.content.read()
 
 
-async def test_who_cannot_be_reached_is_passed_over():
+async def test_unreachable_servers_are_skipped():
     async with contextlib.AsyncExitStack() as stack:
         app = web.Application()
         vllm = VLLM()

@@ -122,7 +122,7 @@ def test_a_producer_promises_only_what_it_may_hold(
     assert_same(answer, reference(question))
 
 
-def test_a_producer_killed_before_it_has_written_makes_nobody_wrong_or_late(
+def test_a_producer_killed_before_its_writes_causes_no_wrong_or_late_answer(
     producer: Engine, consumer: Engine, reference: Reference
 ) -> None:
     written = [Question(tokens(f"written {index}", 150 + 90 * index)) for index in range(4)]

@@ -22,7 +22,7 @@ def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engine]
     engine.kill()
 
 
-def test_vllm_alone_is_as_exact_as_we_ask_for(reference: Reference) -> None:
+def test_vllm_alone_meets_the_required_accuracy(reference: Reference) -> None:
     question = Question(tokens("alone", 700))
 
     hit = reference.own_hit(question)
@@ -88,9 +88,7 @@ def test_every_block_is_loaded_to_its_own_place(engine: Engine, reference: Refer
         assert_same(answer, reference(one))
 
 
-def test_what_vllm_has_itself_is_continued_from_the_middle_of_a_chunk(
-    engine: Engine, reference: Reference
-) -> None:
+def test_vllms_own_hit_is_continued_from_the_middle_of_a_chunk(engine: Engine, reference: Reference) -> None:
     question = Question(tokens("continued", 850))
     engine.ask(question)
     engine.settle()
@@ -169,7 +167,7 @@ def test_a_prompt_larger_than_the_arena_has_what_fits(
     assert answer.tiers["disk"] >= 1184 - 6 * CHUNK
 
 
-def test_the_status_page_tells_where_prompts_came_from(engine: Engine) -> None:
+def test_the_status_page_shows_the_sources_of_prompts(engine: Engine) -> None:
     question = Question(tokens("told", 700))
     engine.ask(question)
     engine.settle()

@@ -76,7 +76,7 @@ def test_warm_has_a_server_compute_and_then_load(server: Serving, tmp_path: Path
     assert again["cached_tokens"] == 9 * CHUNK
 
 
-def test_warm_tells_of_prompts_that_the_server_refuses(server: Serving, tmp_path: Path) -> None:
+def test_warm_reports_prompts_that_the_server_refuses(server: Serving, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps([7] * 1_000_000) + "\n")
     ran = subprocess.run(

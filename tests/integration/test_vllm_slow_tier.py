@@ -22,7 +22,7 @@ def slow(disk: Path, **extra: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_what_a_slow_tier_has_is_computed_once_that_is_known(
+def test_hits_in_a_tier_known_as_slow_are_computed(
     engines: Engines, reference: Reference, tmp_path: Path, overlapped: bool
 ) -> None:
     """The first hit is loaded and shows the speed of the tier; the next one is not."""

@@ -35,7 +35,7 @@ def test_max_bytes_deletes_suffixes_first(root):
     assert loaded(rig_of(), root) == 24
 
 
-def test_one_namespace(root):
+def test_one_namespace_can_be_selected(root):
     filled(root, rig=rig_of("model-b"))
 
     old = told("gc", root, "--namespace", "model=model-a", "--older-than", "1d")

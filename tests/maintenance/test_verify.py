@@ -78,7 +78,7 @@ def test_damaged_records_are_quarantined(root):
     assert told("verify", root)["wrong"] == {}
 
 
-def test_one_namespace(root):
+def test_one_namespace_can_be_selected(root):
     filled(root, rig=rig_of("model-b"))
     damage(record_files(root)[0])  # of model-b
 

@@ -99,7 +99,7 @@ def test_a_trace_is_warmed_by_how_often_chunks_are_used(config, tmp_path, upper)
     assert loaded(rig_of(), None, TOKENS, **upper) == 16
 
 
-def test_one_namespace(config, root, tmp_path, upper):
+def test_one_namespace_can_be_selected(config, root, tmp_path, upper):
     filled(root, rig=rig_of("model-b"))
     prompts = prompts_of(tmp_path, TOKENS)
 

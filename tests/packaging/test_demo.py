@@ -96,7 +96,7 @@ def test_times_are_shown_beside_vllms_own_and_not_judged() -> None:
     assert "NO" not in text
 
 
-def test_what_is_wrong_is_said_to_be() -> None:
+def test_wrong_answers_are_reported() -> None:
     cases = slow_cases()
     cases.warm.add([answer(1, 3, cached=7)], reference=answer(1, 2))
 
@@ -142,7 +142,7 @@ def test_documents_depend_on_their_seed_alone() -> None:
     assert documents.make_document(3).text[:200] != documents.make_document(4).text[:200]
 
 
-def test_dropping_the_page_cache_tells_what_is_left(tmp_path: Path) -> None:
+def test_dropping_the_page_cache_returns_the_remaining_bytes(tmp_path: Path) -> None:
     """On tmpfs everything remains; on a disk nothing. The number is between zero and the size."""
     path = tmp_path / "record"
     path.write_bytes(os.urandom(1 << 16))

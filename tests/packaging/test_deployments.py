@@ -154,7 +154,7 @@ def test_pods_have_the_memory_that_their_configs_take(tmp_path: Path) -> None:
     assert 1.15 * parse_size(most.replace("gb", "GiB")) < _limit("valkey")
 
 
-def test_the_daemon_listens_where_engines_have_its_socket() -> None:
+def test_the_daemon_listens_at_the_socket_of_the_engines() -> None:
     spec = resource("DaemonSet", "lmcache-async-host")["spec"]["template"]["spec"]
     [daemon] = spec["containers"]
     given = {name: option(daemon["args"], f"--{name.replace('_', '-')}") for name in ("socket", "max_bytes")}

@@ -39,7 +39,7 @@ def test_a_shell_reads_a_command(block: Block) -> None:
     assert ran.stderr == ""
 
 
-def test_what_commands_name_is_in_the_tree() -> None:
+def test_files_named_by_commands_exist() -> None:
     text = "\n".join(block.text for block in SHELL)
     modules = {name for name in re.findall(r"python -m ([\w.]+)", text) if name.partition(".")[0] in OURS}
     files = set(re.findall(r"(?:-r|-c) (requirements/\S+)", text))

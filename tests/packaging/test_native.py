@@ -76,7 +76,7 @@ def test_with_apt_its_packages_are_unpacked_under_their_sonames(tmp_path, progra
     assert "for tests only: first, ours" in capsys.readouterr().out
 
 
-def test_what_apt_says_when_it_fails_is_told(tmp_path, programs, monkeypatch, capsys):
+def test_the_error_of_apt_is_reported(tmp_path, programs, monkeypatch, capsys):
     monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
     write(programs, "apt-config", "true")
     write(programs, "apt-get", "echo E: unable to locate; exit 100")

@@ -146,7 +146,7 @@ def test_nothing_but_the_package_is_installed(wheel: zipfile.Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"lmcache_async"}
 
 
-def test_what_is_tried_are_extras_that_there_are() -> None:
+def test_the_tried_extras_exist() -> None:
     assert set(SMOKE) | set(ONLY_RESOLVED) <= {NONE, *PYPROJECT["project"]["optional-dependencies"]}
 
 
@@ -154,7 +154,7 @@ def test_the_wheel_offers_the_extras_of_the_project(built: tuple[Path, Path]) ->
     assert set(extras(built[0])) == set(PYPROJECT["project"]["optional-dependencies"])
 
 
-def test_the_extras_give_what_they_are_for(python: Path) -> None:
+def test_the_extras_install_their_features(python: Path) -> None:
     """All in one process, because importing torch takes seconds; `tools.release try` uses one environment for each."""
     run(python, "-c", "\n".join(SMOKE.values()))
 

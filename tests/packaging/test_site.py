@@ -138,7 +138,7 @@ def test_every_public_name_has_a_page(documented: set[str]) -> None:
     assert sorted(public - documented) == []
 
 
-def test_every_name_that_the_docs_and_examples_import_has_a_page(documented: set[str]) -> None:
+def test_every_name_imported_by_docs_and_examples_has_a_page(documented: set[str]) -> None:
     sources = [block.text for block in blocks("python")]
     sources += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*/src/**/*.py")]
     imported = {name for source in sources for name in imported_names(source)}

@@ -70,7 +70,7 @@ EVENT = {"id": "1", "object": "text_completion", "created": 0, "model": "tiny"}
         ({"cached_tokens": 512}, "  512 of   900 tokens from a cache, first token"),
     ],
 )
-def test_what_a_server_reports_is_printed(monkeypatch, capsys, example, details, told):
+def test_the_report_of_a_server_is_printed(monkeypatch, capsys, example, details, told):
     with server(details) as url:
         monkeypatch.setattr(sys, "argv", ["example", "--url", url])
         example.main()
@@ -83,7 +83,7 @@ def test_what_a_server_reports_is_printed(monkeypatch, capsys, example, details,
 @pytest.mark.parametrize(
     ("cached", "told"), [(None, "cached tokens not reported, "), (16, "   16 of     4 tokens from a cache, ")]
 )
-def test_what_vllm_as_a_library_reports_is_printed(monkeypatch, capsys, cached, told):
+def test_the_report_of_vllm_as_a_library_is_printed(monkeypatch, capsys, cached, told):
     class FakeLLM:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             pass

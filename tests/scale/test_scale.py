@@ -89,7 +89,7 @@ def test_a_prompts_bytes_are_all_moved_and_half_the_network_is_busy_twice_as_muc
         assert alone_s[0] < alone_s[1]
 
 
-def test_the_thread_of_a_valkey_node_does_what_was_measured() -> None:
+def test_the_thread_of_a_valkey_node_works_at_the_measured_rate() -> None:
     load, machines = Load(engines=1, prompt_tokens=65536), Machines(nodes=1)
     result = simulate("valkey", load, machines, requests=50)
     coming = list(load.requests(50, 1))
@@ -99,7 +99,7 @@ def test_the_thread_of_a_valkey_node_does_what_was_measured() -> None:
     assert result.busy["thread"] * coming[-1][0] == pytest.approx(worked, rel=0.03)  # the rest is messages
 
 
-def test_what_is_too_much_has_no_wait_and_says_what_breaks() -> None:
+def test_overload_has_no_wait_and_names_the_bottleneck() -> None:
     load = Load(engines=64, trace="agents", prompt_tokens=131072)
     narrow = simulate("host", load, Machines(memory_bytes_per_s=costs.COPY_BYTES_PER_S), requests=50)
     small = simulate("host", Load(engines=1, pool_bytes=1e10), Machines(), requests=50)
@@ -155,6 +155,6 @@ def test_a_pool_that_is_smaller_finds_less_and_forgets_ends_first(blocks: int, f
     assert pooled(requests, blocks) * 80 == pytest.approx(found)
 
 
-def test_nothing_to_count_is_an_error() -> None:
+def test_an_empty_trace_is_an_error() -> None:
     with pytest.raises(ValueError, match="no requests"):
         reuse([])

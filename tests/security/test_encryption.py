@@ -65,7 +65,7 @@ def test_the_cipher_is_xaes_256_gcm(key, bound, expected):
     st.binary(max_size=70)
     | st.integers(0, 3 << 18).map(lambda n: bytes(i % 251 for i in range(n % 997)) * (n // 997))
 )
-def test_what_is_encrypted_is_decrypted_bit_by_bit(payload):
+def test_decryption_restores_every_bit(payload):
     record, cipher = sealed(payload), RecordCipher([ONE])
     secret = encrypted(record, cipher)
     plain = memoryview(bytearray(len(record)))

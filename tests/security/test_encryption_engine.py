@@ -77,7 +77,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("tiers", [["cpu"], []], ids=["behind memory", "alone"])
-async def test_what_was_stored_comes_back_after_a_restart(tmp_path, keys, tiers):
+async def test_stored_chunks_are_hits_after_a_restart(tmp_path, keys, tiers):
     config = {"tiers": [*tiers, disk(tmp_path)], "encryption.key_file": key_file(tmp_path, keys[0])}
     report, _ = await stored(rig_of(), **config)
 

@@ -113,7 +113,7 @@ with socket.socket(socket.AF_UNIX) as connection:
 """
 
 
-async def test_another_user_is_refused_even_where_the_directory_lets_him_in(directory, monkeypatch):
+async def test_another_user_is_refused_even_with_access_to_the_directory(directory, monkeypatch):
     if os.getuid():  # only root can change its user; otherwise pretend that the peer has another one
         monkeypatch.setattr(lookup_server.os, "geteuid", lambda: NOBODY)
     path = directory / "s"
@@ -138,7 +138,7 @@ async def test_another_user_is_refused_even_where_the_directory_lets_him_in(dire
     await server.aclose()
 
 
-async def test_a_server_of_another_user_is_not_believed(directory, monkeypatch):
+async def test_a_server_of_another_user_is_rejected(directory, monkeypatch):
     server = server_at(directory / "s")
     await server.start()
     changes = []
@@ -155,7 +155,7 @@ async def test_a_server_of_another_user_is_not_believed(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
-def test_a_configured_directory_that_anybody_may_change_is_refused(directory, mode):
+def test_a_configured_directory_writable_by_others_is_refused(directory, mode):
     base = directory / "shared"
     base.mkdir()
     base.chmod(mode)
@@ -186,7 +186,7 @@ def test_names_from_outside_stay_in_the_directory(directory):
 
 
 @pytest.mark.parametrize("kind", ["socket", "file", "dangling link", "link"])
-async def test_what_a_killed_process_left_or_somebody_put_there_is_replaced(directory, kind):
+async def test_leftovers_and_foreign_files_are_replaced(directory, kind):
     path, target = directory / "s", directory / "target"
     if kind == "socket":
         with socket.socket(socket.AF_UNIX) as left:
@@ -206,7 +206,7 @@ async def test_what_a_killed_process_left_or_somebody_put_there_is_replaced(dire
     assert not target.exists() or target.read_text() == "precious"
 
 
-async def test_a_directory_in_the_sockets_place_is_told(directory):
+async def test_a_directory_at_the_sockets_path_is_reported(directory):
     (directory / "s").mkdir()
 
     with pytest.raises(ConfigError, match=r"vllm\.socket_dir: cannot listen at"):
@@ -229,7 +229,7 @@ async def test_a_place_that_another_engine_serves_is_not_taken_from_it(directory
     await second.aclose()
 
 
-async def test_a_place_that_is_let_go_in_time_is_taken(directory):
+async def test_a_path_released_in_time_is_taken(directory):
     first, second = server_at(directory / "s"), server_at(directory / "s")
     await first.start()
     taking = asyncio.ensure_future(second.start(wait_s=30))
@@ -314,7 +314,7 @@ async def test_one_connection_has_so_many_requests_and_bytes_under_way(directory
     await server.aclose()
 
 
-async def test_who_does_not_read_answers_is_not_served_on(directory, monkeypatch):
+async def test_a_client_that_reads_no_answers_is_not_served(directory, monkeypatch):
     monkeypatch.setattr(lookup_server, "_MAX_REQUESTS", 4)
     engine = Engine()
     server = server_at(directory / "s", engine)
@@ -356,7 +356,7 @@ async def over_tcp(engine=None) -> tuple[LookupServer, TCPAddress]:
     return server, server.tcp_address
 
 
-async def test_over_tcp_only_those_who_know_the_secret_are_answered():
+async def test_over_tcp_only_clients_with_the_secret_are_answered():
     server, address = await over_tcp()
     reader, writer = await connect(address)
     writer.write(encode({"id": 1, "op": "hello"}))
@@ -371,7 +371,7 @@ async def test_over_tcp_only_those_who_know_the_secret_are_answered():
     await server.aclose()
 
 
-async def test_a_client_does_not_believe_a_server_that_does_not_know_the_secret():
+async def test_a_client_rejects_a_server_without_the_secret():
     """Another server may have taken the port of one that has ended. The client's messages do not reveal the secret."""
     ended = asyncio.Event()
 

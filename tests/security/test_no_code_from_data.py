@@ -64,7 +64,7 @@ def test_a_source_runs_nothing_that_it_reads(path):
     assert unsafe_in(path.read_text(encoding="utf-8")) == []
 
 
-def test_the_sources_are_found():
+def test_the_source_files_are_found():
     names = {str(path.relative_to(ROOT)) for path in SOURCES}
 
     assert {"lmcache_async/memory/record.py", "stages/verify.py", "plugins/disk/tier.py"} <= names
@@ -84,5 +84,5 @@ def test_the_sources_are_found():
         "class A:\n    def __reduce__(self): ...",
     ],
 )
-def test_what_is_unsafe_is_seen(source):
+def test_unsafe_calls_are_detected(source):
     assert unsafe_in(source)

@@ -69,7 +69,7 @@ def test_several_keys_in_a_variable():
     assert config.encryption.read_keys() == (OTHER, KEY)
 
 
-def test_without_any_there_is_none():
+def test_empty_variables_set_no_secret():
     config = load_config(env={"LMCACHE_ASYNC_HASH_KEY": "", "LMCACHE_ASYNC_ENCRYPTION__KEYS": " "})
 
     assert config.read_hash_key() == b""
@@ -161,7 +161,7 @@ def test_a_file_of_keys_is_read_strictly(tmp_path, text, mode, expected):
     assert KEY.hex()[:-1] not in told
 
 
-def test_a_file_that_is_none_is_refused_at_once(tmp_path):
+def test_a_path_that_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
     assert "not a regular file" in message(extra={"encryption.key_file": str(tmp_path / "pipe")})

@@ -22,7 +22,7 @@ def test_each_test_that_it_names_is_there(name):
     assert list(ROOT.glob(name.rstrip("/")))
 
 
-def test_it_names_tests_for_every_defence():
+def test_every_defence_has_a_named_test():
     rows = re.findall(r"^\| (?!threat|---)(.+) \|$", TEXT, re.MULTILINE)
 
     assert len(rows) >= 10

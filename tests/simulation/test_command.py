@@ -13,7 +13,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_simulate_tells_each_seed_in_a_line_and_writes_json(tmp_path):
+def test_simulate_prints_a_line_for_each_seed_and_writes_json(tmp_path):
     path = tmp_path / "reports.json"
 
     result = invoke("--seed", "4", "--seeds", "2", "--steps", "30", "--json", str(path))
@@ -42,7 +42,7 @@ def test_a_wrong_option_ends_with_2(arguments):
     assert invoke(*arguments).exit_code == 2
 
 
-def test_the_watchdog_ends_what_blocks():
+def test_the_watchdog_ends_blocked_runs():
     def block():
         with watch(0.01):
             while True:  # block until the watchdog ends it

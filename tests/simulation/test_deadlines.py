@@ -90,7 +90,7 @@ def test_a_retrieve_has_one_deadline_for_the_plan_and_the_reads(tier):
     assert 0.9 <= seconds <= 1.01
 
 
-def test_what_is_being_copied_to_the_device_at_the_deadline_is_told_as_a_hit():
+def test_a_copy_to_the_device_at_the_deadline_is_reported_as_a_hit():
     """The copy cannot be undone, so the rows have their content."""
     rig = Rig()
     values = rig.content(range(24))

@@ -98,7 +98,7 @@ def test_time_jumps_to_the_next_timer():
     assert order == ["minute", "hour"]
 
 
-def test_who_turns_the_loop_until_time_has_passed_gets_there():
+def test_a_loop_that_polls_the_clock_ends():
     async def check():
         loop = asyncio.get_running_loop()
         late = []
@@ -119,7 +119,7 @@ def test_a_deadline_ends_what_waits():
     assert run(check)[0] == pytest.approx(5, abs=0.01)
 
 
-def test_a_deadlock_is_told_with_the_stack_of_every_task():
+def test_a_deadlock_is_reported_with_the_stack_of_every_task():
     async def waits_for_nobody():
         await asyncio.Event().wait()
 
@@ -216,12 +216,12 @@ def test_a_pool_shut_down_runs_what_it_has():
     assert run(check, thread_delay=lambda: 1.0)[0] == [0, 1, 2]
 
 
-def test_other_pools_are_as_ever():
+def test_pools_outside_of_a_simulated_loop_use_threads():
     with threads_as_steps(), WorkerPool(1) as pool:
         assert pool.submit(threading.get_ident).result(timeout=60) != threading.get_ident()
 
 
-def test_a_crash_ends_everything_between_two_steps_and_nothing_is_heard_of_it():
+def test_a_crash_ends_everything_between_two_steps_without_effects():
     ended = []
 
     async def stubborn():

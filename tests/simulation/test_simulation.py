@@ -48,14 +48,14 @@ def simulated(installed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("faults", Faults)
-def test_nothing_happens_that_must_not_happen(seed, faults, simulated):
+def test_simulations_have_no_violation(seed, faults, simulated):
     report = simulated(seed, faults)
 
     assert not report.violation, f"{report.violation}\n{report.command}"
     assert report.made >= STEPS
 
 
-def test_the_worlds_are_full_of_events(simulated):
+def test_simulations_contain_many_events(simulated):
     reports = [simulated(seed, Faults.MANY) for seed in SEEDS]
 
     total = sum((Counter(report.counts) for report in reports), Counter())
@@ -105,7 +105,7 @@ def test_a_seed_is_replayed_to_the_letter_in_another_process(simulated):
     assert json.loads(ran.stdout) == [facts(simulated(seed, faults)) for seed, faults in REPLAYED]
 
 
-def test_a_violation_is_told_with_seed_step_and_the_command_that_repeats_it(installed, monkeypatch):
+def test_a_violation_is_reported_with_seed_step_and_replay_command(installed, monkeypatch):
     monkeypatch.setattr("lmcache_async.pipeline.batch.Scope.close", lambda self: None)
 
     first, again = (simulate(5, steps=200, faults=Faults.SOME, installed=installed) for _ in range(2))

@@ -71,12 +71,12 @@ def failed(outcome: list[dict[str, Any]]) -> dict[str, list[str]]:
     return outcome[0]
 
 
-def test_an_honest_tier_passes_in_a_project_without_our_conftest(failed: dict[str, list[str]]) -> None:
+def test_a_correct_tier_passes_in_a_project_without_our_conftest(failed: dict[str, list[str]]) -> None:
     assert failed.get("TestDictTier") is None
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-def test_the_suite_fails_a_tier_that(kind: type, failed: dict[str, list[str]]) -> None:
+def test_the_suite_detects_a_broken_tier(kind: type, failed: dict[str, list[str]]) -> None:
     assert failed.get(f"Test{kind.__name__}"), f"no case finds out: {kind.__doc__}"
 
 

@@ -75,7 +75,7 @@ def scatter_is_lost(monkeypatch):
 
 
 @pytest.mark.parametrize("plant", [no_checksum, one_namespace, leaking_writer, scatter_is_lost])
-def test_the_machine_fails_an_engine_with(plant, monkeypatch):
+def test_the_machine_detects_a_planted_bug(plant, monkeypatch):
     plant(monkeypatch)
 
     with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever shows it

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", kit.__all__)
-def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
     assert getattr(kit, name).__doc__
     assert name in dir(kit)
 
@@ -23,7 +23,7 @@ def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["TierConformance", "TierMachine", "DictTier", "token_streams", "tier_stacks"]
 )
-def test_the_page_speaks_of_it(name: str) -> None:
+def test_the_page_describes_it(name: str) -> None:
     assert name in PAGE
 
 
@@ -43,7 +43,9 @@ def run(folder: Path, missing: str, code: str) -> Ended:
     ("missing", "name"),
     [("pytest", "TierConformance"), ("hypothesis", "TierMachine"), ("hypothesis", "payloads")],
 )
-def test_who_lacks_a_package_is_told_what_to_install(tmp_path: Path, missing: str, name: str) -> None:
+def test_a_missing_package_is_reported_with_the_command_to_install_it(
+    tmp_path: Path, missing: str, name: str
+) -> None:
     ran = run(tmp_path, missing, f"from lmcache_async.testing import {name}")
 
     assert ran.status == 1

@@ -28,7 +28,9 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
     def tier(self) -> CPUTier:
         return CPUTier(CPUConfig())
 
-    async def test_it_says_when_it_is_not_open(self, tier: CPUTier, arena: Arena, allocate: Allocate) -> None:
+    async def test_use_while_closed_is_an_error(
+        self, tier: CPUTier, arena: Arena, allocate: Allocate
+    ) -> None:
         tier.bind(arena)
         with record(arena, 1) as buffer:
             with pytest.raises(TierClosedError):
@@ -78,9 +80,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         for buffer in buffers:
             buffer.release()
 
-    async def test_a_chunk_that_somebody_reads_is_never_taken_back(
-        self, opened: CPUTier, arena: Arena
-    ) -> None:
+    async def test_a_leased_chunk_is_never_reclaimed(self, opened: CPUTier, arena: Arena) -> None:
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
                 await opened.put(key_of(number), buffer)
@@ -98,7 +98,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             check_record(got, number)
             got.release()
 
-    async def test_what_comes_before_a_chunk_in_use_is_had_when_nothing_else_is_left(
+    async def test_the_prefix_of_a_chunk_in_use_is_evicted_as_a_last_resort(
         self, opened: CPUTier, arena: Arena
     ) -> None:
         keys = [key_of(number) for number in range(arena.num_slabs)]
@@ -115,7 +115,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert isinstance(buffer, Buffer)
             buffer.release()
 
-    async def test_the_end_of_a_lease_wakes_who_waits_for_that_slab(
+    async def test_the_end_of_a_lease_wakes_the_waiter_for_its_slab(
         self, opened: CPUTier, arena: Arena
     ) -> None:
         filler = await arena.lease_many([1] * (arena.num_slabs - 1), timeout_s=0)

@@ -47,7 +47,7 @@ class DiskConformance(TierConformance, SuffixEvictionConformance):
         path.write_bytes(edit(path.read_bytes()))
         return True
 
-    async def test_it_says_when_it_is_not_open(
+    async def test_use_while_closed_is_an_error(
         self, tier: DiskTier, arena: Arena, allocate: Allocate
     ) -> None:
         with record(arena, 1) as buffer:
@@ -522,7 +522,7 @@ def test_paths_are_plain_or_file_urls(text: str, path: str) -> None:
     assert DiskConfig.model_validate({"path": text, "max_bytes": "1GiB"}).root == Path(path)
 
 
-def test_options_are_read_as_people_write_them() -> None:
+def test_all_spellings_of_options_are_accepted() -> None:
     config = DiskConfig.model_validate(
         {
             "path": "/kv",

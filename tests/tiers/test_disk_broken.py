@@ -108,7 +108,7 @@ async def test_a_broken_record_is_kept_in_the_quarantine_by_option(
         assert len(kept(keeping)) == 1
 
 
-async def test_what_the_framework_proves_wrong_is_rejected_with_its_cause(
+async def test_records_that_fail_verification_are_rejected_with_the_cause(
     keeping: DiskConfig, arena: Arena, allocate: Allocate
 ) -> None:
     async with DiskTier(keeping) as tier:
@@ -249,7 +249,7 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(
         assert tier.statistics().bytes == bytes_in(config.root)
 
 
-async def test_somebodys_fifo_under_the_name_of_our_next_file_stays(
+async def test_a_foreign_fifo_with_the_name_of_the_next_file_stays(
     config: DiskConfig, arena: Arena, allocate: Allocate
 ) -> None:
     (config.root / "tmp").mkdir(parents=True)
@@ -294,7 +294,7 @@ async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
         assert await get(tier, allocate, 1)
 
 
-async def test_a_scrub_proves_every_record_and_finds_what_nobody_asked_for(
+async def test_a_scrub_verifies_every_record_and_finds_damage_of_unread_ones(
     config: DiskConfig, arena: Arena, allocate: Allocate
 ) -> None:
     async with DiskTier(config) as tier:

@@ -113,7 +113,7 @@ def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
     assert (index.used_bytes, index.evictions) == (4 * PAGE, 2)
 
 
-def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> None:
+def test_foreign_stamps_keep_their_order() -> None:
     clock = Clock()
     index = DiskIndex(5 * PAGE, clock_ns=clock)
     stamps = [-(2**90), -1, clock.now, clock.now + 1, 2**90]
@@ -128,7 +128,7 @@ def test_stamps_that_no_clock_of_ours_gave_keep_their_order_and_do_no_harm() -> 
     assert index.restamp([key_of(4)]) == [(key_of(4), clock.now)]
 
 
-def test_what_a_record_continues_is_not_evicted_for_it() -> None:
+def test_the_prefix_of_a_record_is_not_evicted_for_it() -> None:
     index = DiskIndex(2 * PAGE)
     index.load([StoredRecord(key_of(1), PAGE, 2), StoredRecord(key_of(2), PAGE, 1)])
     index.policy.touch([key_of(1), key_of(2), key_of(3)], gapless=False)

@@ -84,7 +84,7 @@ def test_links_and_further_mounts_lead_to_the_same_lock(
     assert all(line.startswith("refused: ") and "is in use by process" in line for line in said)
 
 
-async def test_deleting_the_lock_file_gives_nothing_away(config: DiskConfig) -> None:
+async def test_deleting_the_lock_file_does_not_release_the_directory(config: DiskConfig) -> None:
     async with DiskTier(config):
         (config.root / "lock").unlink()
         with pytest.raises(TierUnavailableError, match="in use by process"):
@@ -237,7 +237,7 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", code, str(config.path)], check=True, timeout=120)
 
 
-async def test_what_was_there_before_keeps_its_mode(config: DiskConfig, arena: Arena) -> None:
+async def test_an_existing_directory_keeps_its_mode(config: DiskConfig, arena: Arena) -> None:
     config.path.mkdir(mode=0o755)
     config.path.chmod(0o755)
     async with DiskTier(config) as tier:

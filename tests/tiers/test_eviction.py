@@ -240,7 +240,7 @@ def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject)
     batches=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=6), st.booleans(), st.booleans())),
     drop=st.sets(st.integers(0, 7)),
 )
-def test_a_caller_that_mixes_orders_up_makes_nothing_unevictable(
+def test_every_chunk_stays_evictable_for_any_order_of_calls(
     batches: list[tuple[list[int], bool, bool]], drop: set[int]
 ) -> None:
     policy = LRUPolicy(max_hints=3)
@@ -265,7 +265,7 @@ def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
     assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
 
 
-def test_what_a_chunk_continues_stays_also_when_the_chunk_between_is_not_held() -> None:
+def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held() -> None:
     policy = LRUPolicy()
     policy.touch([key(number) for number in range(4)])
     for number in (0, 1, 3):
@@ -288,7 +288,7 @@ def test_chunks_left_out_of_one_batch_find_their_place_with_the_next() -> None:
     assert policy.evict(4, anyone) == [key(3), key(2), key(1), key(0)]
 
 
-def test_what_is_parked_and_leased_costs_one_look_each() -> None:
+def test_parked_and_leased_chunks_are_visited_once() -> None:
     policy = LRUPolicy()
     prompt = [key(number) for number in range(1000)]
     use(policy, prompt)

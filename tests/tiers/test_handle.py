@@ -154,7 +154,7 @@ async def test_a_read_has_at_most_two_buffers_per_key_also_if_it_asks_for_many_a
     assert len(given) == 2
 
 
-async def test_whatever_a_tier_raises_becomes_a_tier_error_and_is_told_once(arena, caplog):
+async def test_any_exception_of_a_tier_becomes_a_tier_error_and_is_logged_once(arena, caplog):
     inner = FaultyTier(DictTier())
     inner.faults.extend([ValueError("odd"), ValueError("odd")])
     tier = guard(inner)
@@ -219,7 +219,7 @@ class _Broken(Layer):
         return await self._do(call, next)
 
 
-async def test_what_a_layer_answers_after_the_deadline_is_given_back(arena):
+async def test_a_layers_answer_after_the_deadline_is_released(arena):
     """The result of a layer inside of the deadline that continues after its cancellation."""
     answers = []  # references, so that garbage collection releases no buffer
 

@@ -457,7 +457,7 @@ async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
         await daemon.until_leases((0, 0), "t")
 
 
-async def test_what_is_there_already_is_not_copied_again(
+async def test_existing_records_are_not_copied_again(
     daemon: ThreadedDaemon, tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(tier, arena, 1)
@@ -478,7 +478,7 @@ async def test_a_large_record_is_copied_by_several_threads_to_the_byte() -> None
     assert pairs == []
 
 
-async def test_the_memory_is_no_childs_and_no_programs(tier: HostTier, arena: Arena) -> None:
+async def test_the_memory_is_not_inherited_by_children_or_programs(tier: HostTier, arena: Arena) -> None:
     """A forked child does not see the mapping, and a program run by it does not inherit the descriptor."""
     await put(tier, arena, 1)
     address = tier._link.connection.mapping._region.address  # type: ignore[union-attr]

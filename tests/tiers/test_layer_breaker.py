@@ -155,7 +155,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
     ids=lambda value: type(value).__name__,
 )
 @in_virtual_time
-async def test_what_counts_as_a_failure(error, counts):
+async def test_errors_that_count_as_failures(error, counts):
     inner = ToldTier()
     tier = broken_by(inner)
     await fail_reads(tier, inner, count=2, error=error)
@@ -232,7 +232,7 @@ async def test_slow_writes_are_none_unless_that_is_asked_for(arena):
 
 
 @in_virtual_time
-async def test_a_call_given_up_early_says_nothing_and_one_given_up_late_has_failed():
+async def test_a_call_cancelled_early_does_not_count_and_one_cancelled_late_is_a_failure():
     for seconds, state in ((3.9, CLOSED), (4.0, OPEN)):
         inner = ToldTier()
         tier = broken_by(inner)
@@ -258,7 +258,7 @@ async def test_a_write_that_misses_the_tiers_deadline_has_failed():
 
 
 @in_virtual_time
-async def test_calls_that_nobody_can_end_open_it_too():
+async def test_calls_that_cannot_be_cancelled_open_it_too():
     may_end = asyncio.Event()
 
     class Stuck(ToldTier):

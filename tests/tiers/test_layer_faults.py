@@ -94,7 +94,7 @@ async def test_a_verb_of_its_own_overrides_all(arena):
         await tier.contains(key(1))
 
 
-async def test_of_puts_that_fail_some_were_done(arena):
+async def test_failed_puts_may_have_taken_effect(arena):
     inner = DictTier()
     tier = faulty(inner, seed=2, put={"error": 1})
 
@@ -105,7 +105,7 @@ async def test_of_puts_that_fail_some_were_done(arena):
     assert all(inner.records[key(n)] == content(n) for n in range(COUNT) if key(n) in inner.records)
 
 
-async def test_a_dropped_put_is_said_to_be_done(arena):
+async def test_a_dropped_put_reports_success(arena):
     inner = DictTier()
     tier = faulty(inner, seed=2, drop=0.5)
 
@@ -178,7 +178,7 @@ async def test_contains_lies_about_what_is_there_and_what_is_not(arena):
 
 
 @in_virtual_time
-async def test_a_delay_is_in_the_loops_time_and_befalls_the_call_as_a_whole():
+async def test_a_delay_is_in_loop_time_and_applies_to_the_whole_call():
     tier = faulty(filled(), delay=1, delay_s=5)
     start = now()
 
@@ -208,7 +208,7 @@ async def test_a_seed_has_the_same_faults_again_and_another_seed_has_others(aren
     assert await story(1) != await story(2)
 
 
-async def test_the_dice_can_be_handed_in(arena):
+async def test_the_random_source_can_be_given(arena):
     options = FaultsConfig(error=0.5)
     tiers = [LayeredTier(filled(), FaultsLayer(options, context(), dice=random.Random(9))) for _ in range(2)]
 

@@ -81,7 +81,7 @@ async def test_puts_wait_for_bytes(arena):
 
 
 @in_virtual_time
-async def test_gets_count_with_the_largest_record_there_is(arena):
+async def test_gets_count_with_the_largest_record_size(arena):
     inner = fill(ToldTier(), 6)
     inner.told.extend([1.0] * 6)
     tier = limited(inner, max_bytes=3 * SLAB_BYTES, arena=arena)
@@ -149,7 +149,7 @@ async def test_a_batch_in_one_part_that_fails_raises():
 
 
 @in_virtual_time
-async def test_who_finds_no_room_in_time_fails_and_the_place_goes_to_the_next():
+async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
     inner = fill(ToldTier(), 6)
     inner.told.append(3)
     shared = Shared()

@@ -103,7 +103,7 @@ async def test_when_no_attempt_is_left_the_last_error_is_raised():
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_what_will_not_change_is_not_tried_again(error):
+async def test_permanent_errors_are_not_retried(error):
     inner = ToldTier()
     inner.told.append(error)
 
@@ -261,7 +261,7 @@ def test_jitter_is_full_and_repeats_with_its_seed():
     attempts=st.integers(1, 4),
     seed=st.integers(0, 9),
 )
-def test_a_batch_comes_to_what_each_chunk_alone_would(faults, attempts, seed):
+def test_a_batch_has_the_results_of_single_calls(faults, attempts, seed):
     """Chunk n fails `faults[n]` times; it succeeds if there are enough attempts."""
 
     async def main():

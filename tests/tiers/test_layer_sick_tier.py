@@ -170,7 +170,7 @@ def test_a_sick_tier_is_soon_left_alone_and_then_only_what_probes_it_is_slow(tie
     assert statistics.median(client.seconds) <= 0.02
 
 
-def test_once_it_is_well_it_serves_again():
+def test_a_recovered_tier_serves_again():
     async def check(client, tier):
         await client.rounds(10)
         assert breaker_of(client).lookup.state is CircuitState.OPEN

@@ -27,7 +27,7 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
         validate_options(MooncakeConfig, options, "here")
 
 
-def test_options_are_read_as_people_write_them() -> None:
+def test_all_spellings_of_options_are_accepted() -> None:
     config = MooncakeConfig.model_validate({"url": "mooncakestore://m:50051/", "segment_bytes": "4GiB"})
 
     assert (config.url, config.master, config.segment_bytes) == ("mooncake://m:50051", "m:50051", 4 << 30)

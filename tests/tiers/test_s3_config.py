@@ -52,7 +52,7 @@ def test_wrong_options_are_refused_by_name(options: dict[str, object], complaint
     assert SECRET not in str(caught.value)
 
 
-def test_options_are_read_as_people_write_them() -> None:
+def test_all_spellings_of_options_are_accepted() -> None:
     config = S3Config.model_validate(
         {"url": "s3://b", "part_bytes": "16MiB", "concurrency": "32", "path_style": "no", "region": "none"}
     )
@@ -107,7 +107,7 @@ def test_a_client_for_each_kind_of_store(tmp_path: Path) -> None:
     assert [store.prefix for store in (s3, google, azure)] == ["kv"] * 3
 
 
-def test_a_secret_in_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_secret_in_a_world_readable_file_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o644)
@@ -120,7 +120,7 @@ def test_a_secret_in_a_file_that_everybody_may_read_is_refused(tmp_path: Path) -
         open_store(config.model_copy(update={"secret_key_file": tmp_path / "none"}))
 
 
-def test_what_makes_no_client_is_told_without_the_secret() -> None:
+def test_errors_of_client_options_show_no_secret() -> None:
     with pytest.raises(ConfigError, match="az://c") as caught:
         open_store(S3Config(url="az://c", account="a", secret_key=SECRET + "!"))
 

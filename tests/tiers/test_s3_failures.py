@@ -73,7 +73,7 @@ async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
         assert await TierRig(tier, arena).holds(0, 1, 2, 3, 5)
 
 
-async def test_wrong_credentials_stop_the_start_and_are_not_told(
+async def test_wrong_credentials_stop_the_start_and_are_not_shown(
     s3_server: S3Server, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
@@ -85,9 +85,7 @@ async def test_wrong_credentials_stop_the_start_and_are_not_told(
     assert SECRET_KEY not in caplog.text + str(caught.value) + str(caught.value.__cause__) + repr(config)
 
 
-async def test_credentials_that_are_taken_away_are_errors_that_say_so(
-    s3_server: S3Server, arena: Arena
-) -> None:
+async def test_revoked_credentials_are_an_error_of_every_call(s3_server: S3Server, arena: Arena) -> None:
     config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
     bucket = Bucket(config, open_store(config))
     with record(arena, 1) as buffer:
@@ -149,7 +147,7 @@ async def test_a_slow_server_is_an_error_within_the_requests_time(
         assert await TierRig(tier, arena).holds(1)
 
 
-async def test_a_server_that_asks_for_patience_is_an_error_to_try_again(
+async def test_a_throttling_server_is_a_retryable_error(
     s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
 ) -> None:
     async with await open_tier(through(proxy, s3_server.config()), arena) as tier:

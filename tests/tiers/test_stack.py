@@ -236,7 +236,7 @@ async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
     cpu_slabs=st.none() | st.integers(1, 4),
     max_bytes=st.sampled_from([150, 350, 10_000]),
 )
-def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_told_once(fails, cpu_slabs, max_bytes):
+def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_reported_once(fails, cpu_slabs, max_bytes):
     class Picky(TurningTier):
         def __init__(self, refused):
             super().__init__()
@@ -355,7 +355,7 @@ async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
         gated.open_gate()
 
 
-async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_it(arena):
+async def test_a_record_that_fails_verification_is_counted_and_removed_from_its_tier(arena):
     fast, slow = holding([0]), holding([0])
     async with Opened(arena, fast, slow) as stack:
         await stack.discard(1, key_of(0), "checksum")
@@ -364,7 +364,7 @@ async def test_a_record_in_doubt_is_counted_and_removed_from_the_tier_that_gave_
         assert stack.metrics.tier_counts()["t1.corrupt.checksum"] == 1
 
 
-async def test_a_tier_is_told_why_a_record_is_rejected(arena):
+async def test_a_tier_gets_the_reason_of_a_rejection(arena):
     class Keeps(DictTier):
         async def reject(self, key, cause):
             self.rejected = (key, cause)
@@ -507,7 +507,7 @@ async def test_a_closing_cancelled_at_any_step_still_closes_every_tier(arena, st
     assert arena.statistics().leased_slabs == 0
 
 
-async def test_what_was_queued_is_written_before_the_tiers_are_closed(arena):
+async def test_queued_chunks_are_written_before_the_tiers_are_closed(arena):
     tier = TurningTier()
     async with Opened(arena, tier) as stack:
         items = filled(arena, range(4))

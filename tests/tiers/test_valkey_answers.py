@@ -94,7 +94,7 @@ async def test_a_wrong_password_stops_the_start_and_is_not_shown(
     assert SECRET not in chain + caplog.text
 
 
-async def test_a_server_that_repeats_what_it_does_not_know_gives_no_secret_away(
+async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KV_PASSWORD", SECRET)
@@ -181,7 +181,7 @@ async def test_tls_with_certificates_of_both_ends(
                 await tier.contains(key_of(1))
 
 
-async def test_a_certificate_of_somebody_else_is_not_accepted(server: Server, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_rejected(server: Server, tmp_path: Path) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
     async with Proxy(server.port, tls=authority.server_context()) as proxy:
         tier = ValkeyTier(config(f"valkeys://127.0.0.1:{proxy.port}", tls_ca_file=other.file))

@@ -35,7 +35,7 @@ from lmcache_async.testing.rig import Rig
         ("redis-sentinel://a,b:2", [Endpoint("a", 26379), Endpoint("b", 2)], "", 0),
     ],
 )
-def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int) -> None:
+def test_urls_are_parsed(url: str, endpoints: list[Endpoint], username: str, database: int) -> None:
     address = parse_url(url)
 
     assert (list(address.endpoints), address.username, address.database) == (endpoints, username, database)
@@ -65,7 +65,7 @@ def test_urls(url: str, endpoints: list[Endpoint], username: str, database: int)
         ),
     ],
 )
-def test_wrong_options_are_told_with_the_reason(options: dict[str, object], told: str) -> None:
+def test_wrong_options_are_reported_with_the_reason(options: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate_options(ValkeyConfig, options, "tiers[1]")
 
@@ -74,7 +74,7 @@ def test_wrong_options_are_told_with_the_reason(options: dict[str, object], told
     assert "ge/he@im" not in str(caught.value)
 
 
-def test_what_is_not_given_follows_from_the_url() -> None:
+def test_missing_options_follow_from_the_url() -> None:
     sentinel = ValkeyConfig(url="redis-sentinel://a", tls=True)
     single = ValkeyConfig.model_validate({"url": "rediss://a", "tls": "none", "ttl_s": "86400"})
 
@@ -137,12 +137,12 @@ def test_slots_and_redirects_are_read() -> None:
 @pytest.mark.parametrize(
     "reply", [None, 3, [[0, 1]], [[0, 16384, [b"a", 5]]], [[5, 4, [b"a", 5]]], [[0, 1, [b"a", b"5"]]], [b"x"]]
 )
-def test_what_is_no_list_of_slots_is_refused(reply: object) -> None:
+def test_an_invalid_list_of_slots_is_refused(reply: object) -> None:
     with pytest.raises(ValueError, match="expected first slot, last slot"):
         parse_slots(reply, Endpoint("a", 1))
 
 
-def test_a_refusal_says_where_what_and_what_to_do() -> None:
+def test_a_refusal_names_place_problem_and_remedy() -> None:
     error = refusal("valkey at h:1", ErrorReply("OOM", "OOM command not allowed"))
 
     assert str(error).startswith("valkey at h:1 answered 'OOM command not allowed'; raise its maxmemory")

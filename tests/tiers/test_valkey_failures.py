@@ -259,7 +259,7 @@ def _knows_replica(sentinel: Server) -> bool:
     return isinstance(replicas, list) and len(replicas) == 1
 
 
-async def test_sentinels_that_know_no_such_master_say_so(server: Server) -> None:
+async def test_a_master_unknown_to_the_sentinels_is_reported(server: Server) -> None:
     with running("--sentinel", config=f"sentinel monitor kv 127.0.0.1 {server.port} 1\n") as sentinel:
         settings = config(f"valkey-sentinel://127.0.0.1:{sentinel.port}", sentinel_service="other")
         async with ValkeyTier(settings) as tier:
@@ -270,7 +270,7 @@ async def test_sentinels_that_know_no_such_master_say_so(server: Server) -> None
 
 
 @pytest.mark.one_loop
-async def test_sentinels_that_hang_hold_many_callers_up_no_longer_than_one(
+async def test_hanging_sentinels_delay_many_callers_no_longer_than_one(
     server: Server, arena: Arena, allocate: Allocate
 ) -> None:
     watched = f"sentinel monitor kv 127.0.0.1 {server.port} 1\n"

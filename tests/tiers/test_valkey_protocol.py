@@ -90,9 +90,7 @@ def feed(
     asked=EXPECTED,
     sizes=st.lists(st.integers(1, 7) | st.integers(1, 2 * SMALL_BYTES), min_size=1, max_size=20),
 )
-def test_replies_in_any_pieces_reach_those_who_asked(
-    asked: list[tuple[str, object]], sizes: list[int]
-) -> None:
+def test_replies_in_any_pieces_reach_their_callers(asked: list[tuple[str, object]], sizes: list[int]) -> None:
     async def run() -> None:
         reader = Reader()
         waiting: list[Replies] = []
@@ -162,12 +160,12 @@ def test_any_bytes_are_answers_or_a_protocol_error(
         ),
     ],
 )
-def test_what_is_no_reply_is_refused(data: bytes) -> None:
+def test_invalid_replies_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         parse_reply(bytearray(data), 0, len(data))
 
 
-async def test_what_nobody_asked_for_is_refused_with_its_words() -> None:
+async def test_unsolicited_replies_are_refused_with_their_text() -> None:
     with pytest.raises(ProtocolError, match="max number of clients"):
         feed(Reader(), b"-ERR max number of clients reached\r\n", [100])
 

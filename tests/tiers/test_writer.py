@@ -284,7 +284,7 @@ async def test_a_closed_writer_refuses(arena):
     await writer.aclose(timeout_s=1)  # a second time
 
 
-async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
+async def test_a_wait_for_room_fails_when_the_writer_is_closed(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, max_bytes=100, call_bytes=10, workers=1)
     with Items(arena, [10, 60, 60]) as items:  # the third fits only when the second is dropped
@@ -302,7 +302,7 @@ async def test_who_waits_for_room_while_it_is_closed_is_refused(arena):
     assert arena.statistics().leased_slabs == 0
 
 
-async def test_who_stops_waiting_for_a_result_does_not_stop_the_write(arena):
+async def test_abandoning_the_wait_for_a_result_does_not_stop_the_write(arena):
     gated = GatedTier(DictTier())
     async with opened(gated) as writer:
         (future,) = await submit(writer, arena, [10])
@@ -357,7 +357,7 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
 # Reserved space.
 
 
-async def test_what_is_reserved_is_there_for_its_chunks_when_others_have_taken_the_rest(arena):
+async def test_reserved_space_is_available_when_others_have_taken_the_rest(arena):
     tier = GatedTier(DictTier())
     async with opened(tier, max_bytes=4 * SLAB, chunk_bytes=SLAB) as writer:
         reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)

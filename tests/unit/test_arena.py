@@ -79,7 +79,7 @@ async def test_more_than_a_slab_fails_at_once(arena: Arena) -> None:
         arena.lease_nowait(-1)
 
 
-async def test_a_deadline_ends_the_wait_and_hangs_nobody(arena: Arena) -> None:
+async def test_a_deadline_ends_only_its_own_wait(arena: Arena) -> None:
     buffers = all_slabs(arena)
     late = lease(arena, timeout_s=0.001)
     await turns(1)
@@ -116,7 +116,7 @@ async def test_two_prompts_that_each_want_the_whole_arena_both_end(arena: Arena)
     release(blocker + got_first)
 
 
-async def test_a_reclaimer_gives_slabs_to_whoever_finds_none(arena: Arena) -> None:
+async def test_a_reclaimer_provides_slabs_when_none_is_free(arena: Arena) -> None:
     kept = all_slabs(arena)
     asked: list[int] = []
 
@@ -194,7 +194,7 @@ async def test_a_reclaimer_that_asks_for_a_lease_itself_ends(arena: Arena) -> No
     release(buffers)
 
 
-async def test_a_view_that_ends_in_another_thread_wakes_who_waits(arena: Arena) -> None:
+async def test_a_view_that_ends_in_another_thread_wakes_waiters(arena: Arena) -> None:
     buffers = all_slabs(arena)
     views = [buffers[0].array]
     release(buffers[:1])
@@ -207,7 +207,7 @@ async def test_a_view_that_ends_in_another_thread_wakes_who_waits(arena: Arena) 
     release(buffers[1:])
 
 
-async def test_close_sends_everybody_home() -> None:
+async def test_close_ends_all_waits() -> None:
     arena = Arena(SLABS * PAGE, PAGE)
     buffers = all_slabs(arena)
     one, many = lease(arena), lease_many(arena, 2)

@@ -95,7 +95,7 @@ FULL = [("reserve", 12), ("turn", 0), ("reserve", 12), ("reserve", 12), ("turn",
 @example([*FULL, ("release", 0), ("cancel", 0), ("turn", 0)])  # cancelled in the iteration of its grant
 @example([*FULL, ("cancel", 0), ("release", 0), ("turn", 0)])
 @example([*FULL, ("reserve", 0), ("cancel", 0), ("cancel", 1), ("turn", 0)])
-def test_whatever_happens_the_budget_holds_and_comes_back_to_zero(steps: list[tuple[str, int]]) -> None:
+def test_the_budget_holds_and_returns_to_zero(steps: list[tuple[str, int]]) -> None:
     async def main() -> None:
         budget = ByteBudget(12)
         tasks: list[tuple[asyncio.Task[None], int]] = []

@@ -53,7 +53,7 @@ def message(**sources) -> str:
         ({"store.max_pending_write_bytes": "8GiB"}, "store.max_pending_write_bytes: 8 GiB of pending writes never fit into arena.max_bytes of 4 GiB"),
     ],
 )  # fmt: skip
-def test_a_wrong_mapping(extra, text):
+def test_an_invalid_mapping_is_reported(extra, text):
     assert message(extra=extra) == f"{EXTRA}: {text}"
 
 
@@ -67,7 +67,7 @@ def test_a_wrong_mapping(extra, text):
         ("TIERS", '["cpu"', "tiers is '[\"cpu\"': expected a list, such as [\"a\", \"b\"]"),
     ],
 )  # fmt: skip
-def test_a_wrong_variable(name, value, text):
+def test_an_invalid_variable_is_reported(name, value, text):
     assert message(env={f"LMCACHE_ASYNC_{name}": value}) == f"LMCACHE_ASYNC_{name}: {text}"
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_variable(name, value, text):
         ("chunk_size: x\nstore: {batch_bytes: y}", "{file}, line 1: chunk_size is 'x': expected a whole number of at least 1\n{file}, line 2: store.batch_bytes is 'y': expected a size in bytes, such as 8GiB, 500MB or 1048576"),
     ],
 )  # fmt: skip
-def test_a_wrong_file(tmp_path, content, text):
+def test_an_invalid_file_is_reported(tmp_path, content, text):
     file = tmp_path / "kv.yaml"
     file.write_text(content)
 

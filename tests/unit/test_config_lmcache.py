@@ -284,7 +284,7 @@ def test_a_redis_url_is_the_tier_of_its_scheme(load, url, name):
         ({"EXTRA_CONFIG": "a"}, "LMCACHE_EXTRA_CONFIG: extra_config is 'a': expected a mapping, such as {\"key\": \"value\"}"),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_of_lmcache(load, variables, text):
+def test_an_invalid_setting_of_lmcache_is_reported(load, variables, text):
     with pytest.raises(ConfigError) as caught:
         load(**variables)
 

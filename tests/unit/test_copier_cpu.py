@@ -176,7 +176,7 @@ async def scatter_while_waiting(copier, jobs, progress, waiter):
     part_bytes=st.sampled_from((1, 64, 500, 1 << 20)),
     step=st.one_of(st.none(), st.integers(1, 3)),
 )
-def test_a_scatter_with_progress_moves_the_same_bytes_and_tells_of_no_plane_too_early(
+def test_a_scatter_with_progress_moves_the_same_bytes_and_reports_no_plane_too_early(
     form, blocks, rows, edges, threads, helpers, part_bytes, step
 ):
     source, target, expected = form.build(blocks), form.build(blocks, seed=1), form.build(blocks, seed=1)
@@ -236,7 +236,7 @@ def is_filled(cache, rows):
     )
 
 
-async def test_with_no_thread_to_spare_the_thread_that_waits_does_the_copying(layers, monkeypatch):
+async def test_without_free_threads_the_waiting_thread_copies(layers, monkeypatch):
     cache, copier = layers
     copied_by = count_parts(monkeypatch)
     progress = Told(4)
@@ -269,7 +269,7 @@ async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, 
     assert progress.told == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
 
 
-async def test_with_nobody_to_copy_a_load_is_copied_after_a_while(layers, monkeypatch):
+async def test_a_load_without_helpers_is_copied_after_a_while(layers, monkeypatch):
     cache, copier = layers
     monkeypatch.setattr(cpu, "ALONE_S", 0)
     progress = Told(4)
@@ -292,7 +292,7 @@ async def test_an_empty_load_is_written_in_all_planes(layers, monkeypatch):
     assert (progress.told[-1], other.told[-1]) == (4, 4)
 
 
-async def test_a_load_that_nobody_has_begun_is_withdrawn_by_cancellation(layers):
+async def test_cancellation_withdraws_an_unstarted_load(layers):
     cache, copier = layers
     before = cache.snapshot()
     progress = Told(4)
@@ -503,7 +503,7 @@ async def test_copiers_of_several_layouts_share_threads():
         assert np.array_equal(job.payload, expected.payload)
 
 
-def test_there_is_no_copier_for_other_devices():
+def test_other_devices_have_no_copier():
     with pytest.raises(ValueError, match="meta"):
         open_copiers([CacheForm().build(2, device="meta").layout])
 
@@ -538,7 +538,7 @@ async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(
     assert len(ended) == 1
 
 
-async def test_a_load_that_nobody_began_ends_when_the_copier_was_closed_meanwhile(monkeypatch):
+async def test_an_unstarted_load_ends_when_the_copier_is_closed(monkeypatch):
     monkeypatch.setattr(cpu, "ALONE_S", 0)
     cache = CacheForm().build(4)
     copier = CpuCopier(cache.layout, threads=1)

@@ -211,7 +211,7 @@ async def test_the_first_close_of_several_copiers_lets_none_submit_work():
 
 
 @pytest.mark.parametrize(("staging_bytes", "expected"), [(1, [128] * 24), (1 << 20, [15 * 128, 9 * 128])])
-def test_copies_are_told_before_they_are_made(staging_bytes, expected):
+def test_the_number_of_copies_is_known_in_advance(staging_bytes, expected):
     copier, _ = fake_copier(CacheForm(layers=3).build(8), staging_bytes=staging_bytes)
 
     copies = copier.copies([5, 3])

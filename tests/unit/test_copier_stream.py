@@ -30,7 +30,7 @@ async def waiter(lane):
     return task
 
 
-async def test_parts_are_lent_once_to_waiters_in_order_and_newcomers_do_not_overtake(lane):
+async def test_parts_are_given_to_waiters_in_order(lane):
     held = await lane.acquire()
     waiters = [await waiter(lane), await waiter(lane)]
     assert (lane.statistics().free, lane.statistics().waiting) == (0, 2)

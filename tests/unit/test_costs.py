@@ -63,7 +63,7 @@ async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
     assert seconds > 0
 
 
-async def test_a_tier_that_nobody_loads_from_is_measured_beside_a_lookup(engine, monkeypatch):
+async def test_a_tier_without_loads_is_measured_during_a_lookup(engine, monkeypatch):
     loop, costs = asyncio.get_running_loop(), engine._costs
     keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
     await engine._parts.stack.tiers[0].tier.clear()
@@ -127,7 +127,7 @@ def line_of(*observations, **options):
     return line
 
 
-def test_nothing_is_known_at_first():
+def test_no_speed_is_known_at_first():
     line = CostLine()
 
     assert (line.known, line.line, line.seconds(5)) == (False, (0.0, 0.0), 0.0)
@@ -161,7 +161,7 @@ def test_more_never_takes_less_and_nothing_is_negative_or_endless(observations, 
     assert (line.seconds(min(one, other)), line.seconds(max(one, other))) == (low, high)
 
 
-def test_what_was_long_ago_is_forgotten():
+def test_old_measurements_are_forgotten():
     line = line_of(*[(10, 10.0)] * 50, *[(10, 0.1)] * 12)
 
     assert line.seconds(10) == pytest.approx(0.1, rel=2.0)

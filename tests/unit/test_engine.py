@@ -38,7 +38,7 @@ async def cancel_after(call, steps):
     await asyncio.wait({task})
 
 
-async def test_what_was_stored_comes_back_bit_exact_and_touches_nothing_else():
+async def test_stored_chunks_are_restored_bit_by_bit_and_other_memory_is_unchanged():
     rig = Rig()
     async with rig.open() as engine:
         report = await store(rig, engine)
@@ -269,7 +269,7 @@ async def test_one_line_a_store_and_a_retrieve(caplog):
     assert re.search(r"retrieved 40/40 tokens \(cpu=40\), .* ms, .* GB/s \[r2\]", caplog.text)
 
 
-async def test_what_is_configured_of_a_gpu_reaches_its_copier(monkeypatch):
+async def test_gpu_settings_reach_the_copier(monkeypatch):
     given = {}
 
     def note(layouts, **options):

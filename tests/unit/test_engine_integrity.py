@@ -90,7 +90,7 @@ DOUBTS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("quarantine", [True, False])
 @pytest.mark.parametrize("cause", sorted(DOUBTS))
-async def test_a_record_in_doubt_is_a_miss_counted_by_cause_told_once_and_put_aside(
+async def test_a_record_that_fails_verification_is_a_miss_counted_by_cause_logged_once_and_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: str, quarantine: bool
 ) -> None:
     rig = Rig()
@@ -132,7 +132,7 @@ async def test_a_record_that_grew_beyond_a_slab_between_two_runs_is_a_miss_and_s
         assert await retrieve(rig, engine) == 40
 
 
-async def test_a_scrub_of_the_engine_finds_what_nobody_asked_for(tmp_path: Path) -> None:
+async def test_a_scrub_of_the_engine_finds_damage_of_unread_records(tmp_path: Path) -> None:
     rig = Rig()
     options = settings(tmp_path)
     async with rig.open(tiers=["cpu", *options["tiers"]]) as engine:

@@ -177,7 +177,7 @@ def test_candidates_at_a_hole_are_what_a_request_that_ended_there_stored(ids, sp
         assert plain(found) == plain(ended.partials(unit))
 
 
-def test_chunks_keep_their_tokens_when_the_caller_changes_his():
+def test_chunks_keep_their_tokens_when_the_caller_changes_its_list():
     ids = np.arange(SIZE + 2, dtype=np.int32)
     one = hasher()
     chunks = one.extend(ids)

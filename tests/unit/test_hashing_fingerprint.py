@@ -151,7 +151,7 @@ def test_settings_names_and_headers_count(model, change, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_no_weight_and_no_setting_does_not_count(model, mode):
+def test_other_files_do_not_change_the_fingerprint(model, mode):
     before = weights_fingerprint(model, mode=mode)
     (model / "README.md").write_text("hello")
     (model / "chat_template.json").write_text("{}")

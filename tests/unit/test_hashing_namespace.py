@@ -108,13 +108,13 @@ def test_a_text_is_json_in_utf_8(request_namespace):
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])
 @pytest.mark.parametrize("value", [0, False, 7, b"", b"a", [], {}, 0.0], ids=repr)
-def test_what_is_no_text_is_never_taken_for_none(field, value):
+def test_values_that_are_no_text_are_not_treated_as_missing(field, value):
     with pytest.raises(TypeError, match=f"{field} is of type {type(value).__name__}; expected a string"):
         RequestNamespace(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])
-def test_none_is_nothing(field):
+def test_none_equals_a_missing_field(field):
     assert RequestNamespace(**{field: None}) == RequestNamespace()
 
 
@@ -193,7 +193,7 @@ def test_a_keyed_digest_is_the_standards_own():
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
-def test_what_follows_a_known_key_cannot_be_computed_without_the_secret(algorithm):
+def test_the_next_key_cannot_be_computed_without_the_secret(algorithm):
     keyed = ChunkHasher(b"r" * 16, chunk_size=4, algorithm=algorithm, hash_key=KEY).extend_keys(range(8))
     without = ChunkHasher(keyed[0], chunk_size=4, algorithm=algorithm).extend_keys(range(4, 8))
     partial = partial_candidates(

@@ -96,7 +96,7 @@ def test_a_range_names_its_first_id_out_of_range(span, position, value):
 
 @pytest.mark.parametrize("bad", [True, False, NUMPY_TRUE, 1.0, float("nan"), "7", None, np.float32(2), [1]])
 @pytest.mark.parametrize("form", [list, tuple])
-def test_what_is_no_integer_is_named_with_its_position(form, bad):
+def test_values_that_are_no_integers_are_named_with_their_position(form, bad):
     with pytest.raises(TypeError, match=r"^token 2 is .*expected an integer"):
         as_tokens(form([1, 0, bad, 4]))
 

@@ -76,7 +76,7 @@ async def test_a_load_that_was_given_up_writes_nothing_and_says_so(monkeypatch):
         assert kept.arena.leased_slabs == kept.tiers["cpu"].chunks
 
 
-async def test_a_load_in_one_batch_tells_how_far_it_is(monkeypatch):
+async def test_a_load_in_one_batch_reports_progress(monkeypatch):
     async with Loads(monkeypatch) as loads:
         waiting = threading.Thread(
             target=loads.progress.wait, args=(99,), kwargs={"deadline": time.monotonic() + 20}
@@ -92,7 +92,7 @@ async def test_a_load_in_one_batch_tells_how_far_it_is(monkeypatch):
         assert torch.equal(loads.rig.read(SLOTS), loads.rig.content(TOKENS))
 
 
-async def test_a_load_that_somebody_waits_for_takes_nothing_from_a_slow_tier(monkeypatch):
+async def test_an_awaited_load_does_not_read_slow_tiers(monkeypatch):
     async with Loads(monkeypatch, tiers=["cpu", "dict"], registry=Made().registry) as loads:
         for chunk in loads.chunks[2:]:
             await loads.memory.remove(chunk.key)
@@ -118,14 +118,14 @@ async def test_a_chunk_that_goes_while_it_is_loaded_is_not_waited_for(monkeypatc
         assert (report.hit_chunks, report.cause, dict(report.by_tier)) == (3, "vanished", {"cpu": 24})
 
 
-async def test_a_load_that_somebody_waits_for_stands_in_no_queue(monkeypatch):
+async def test_an_awaited_load_skips_the_queue(monkeypatch):
     async with Loads(monkeypatch) as loads:
         budget = loads.engine._parts.groups[0].retrieve._budget
         async with budget.lease(budget.max_bytes, timeout_s=1.0):
             assert (await loads.load()).hit_chunks == 5
 
 
-async def test_of_a_load_that_found_only_a_prefix_no_plane_is_told(monkeypatch):
+async def test_a_load_of_only_a_prefix_reports_no_plane(monkeypatch):
     async with Loads(monkeypatch) as loads:
         await loads.memory.remove(loads.chunks[3].key)
 
@@ -136,7 +136,7 @@ async def test_of_a_load_that_found_only_a_prefix_no_plane_is_told(monkeypatch):
         assert (loads.rig.read(SLOTS[24:]) == -7).all()
 
 
-async def test_a_load_without_anybody_who_waits_is_as_ever(monkeypatch):
+async def test_a_load_without_waiters_is_unchanged(monkeypatch):
     async with Loads(monkeypatch) as loads:
         report = await loads.load(waits=False)
 

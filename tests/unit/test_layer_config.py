@@ -177,7 +177,7 @@ async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
         ([{"attempts": 3}], "tiers[0].layers[0].name is missing"),
     ],
 )
-def test_a_wrong_list(layers, text):
+def test_an_invalid_list_is_reported(layers, text):
     with pytest.raises(ConfigError) as caught:
         load_config(env={}, extra={"tiers": [{"name": "dict", "layers": layers}]})
 
@@ -202,7 +202,7 @@ def test_layers_come_from_a_file_too(tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, "none", ""])
-def test_no_value_means_the_usual_ones(value):
+def test_no_value_means_the_default(value):
     assert TierSpec.model_validate({"name": "disk", "layers": value}).layers is None
 
 

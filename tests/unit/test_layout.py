@@ -284,7 +284,7 @@ def test_layers_of_different_groups_over_the_same_bytes_are_refused():
         KVLayout.from_block_views([full[:3], wide], num_blocks=3, block_size=4)
 
 
-def test_two_storages_over_the_same_memory_are_no_way_round_the_check():
+def test_two_storages_over_the_same_memory_do_not_bypass_the_check():
     memory = torch.zeros(6, 2, 4, 8)
     alias = torch.from_numpy(memory.numpy()[1:])
 

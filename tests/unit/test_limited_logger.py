@@ -181,7 +181,7 @@ def test_a_retrieve_is_one_line_that_names_the_tiers_and_the_cause():
     ]
 
 
-def test_reports_of_nothing_in_no_time_can_be_told():
+def test_empty_reports_can_be_logged():
     hooks, lines = instrument()
     hooks.stored("", StoreReport())
     hooks.retrieved("", RetrieveReport())

@@ -31,7 +31,7 @@ def tiers_of(engine):
     return [stacked.tier for stacked in engine._parts.stack.tiers]
 
 
-async def test_a_lookup_says_how_many_chunks_it_has_pinned():
+async def test_a_lookup_returns_the_number_of_pinned_chunks():
     rig = Rig(slabs=32)
     async with rig.open() as engine:
         await store(rig, engine)
@@ -84,7 +84,7 @@ async def test_a_lookup_that_finds_nothing_ends_the_former_pin_too():
         assert (result.count, result.pinned, engine.statistics().pinned_chunks) == (0, 0, 0)
 
 
-async def test_what_is_only_in_a_slower_tier_is_there_but_not_pinned():
+async def test_chunks_in_a_slower_tier_only_are_found_but_not_pinned():
     rig, made = Rig(), Made()
     async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
         await store(rig, engine)

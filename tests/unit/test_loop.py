@@ -119,7 +119,7 @@ def test_closing_also_ends_what_a_clean_up_starts():
     assert tasks[0].done()
 
 
-def test_a_task_that_does_not_end_strands_nobody_who_waits_for_it():
+def test_waiters_for_a_task_that_does_not_end_are_released():
     loop, inside = LoopThread(), threading.Event()
     future = loop.submit(never_ends(inside))
     inside.wait(5)

@@ -48,7 +48,7 @@ async def agree(engine, watcher, *tiers):
 
 
 @pytest.mark.parametrize("disk_chunks", [4, 100])
-async def test_what_is_told_is_what_the_tiers_have(tmp_path, disk_chunks):
+async def test_notices_agree_with_the_content_of_the_tiers(tmp_path, disk_chunks):
     """With stores, evictions of both tiers, promotion and clearing."""
     rig, watcher = Rig(slabs=8), Watching()
     disk = {"name": "disk", "path": str(tmp_path), "max_bytes": disk_chunks * rig.slab_bytes}
@@ -70,7 +70,7 @@ async def test_what_is_told_is_what_the_tiers_have(tmp_path, disk_chunks):
         assert not watcher.has["disk"]
 
 
-async def test_a_record_in_doubt_is_gone(tmp_path):
+async def test_a_record_that_fails_verification_is_removed(tmp_path):
     rig, watcher = Rig(), Watching()
     async with opened(
         rig, watcher, tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}]
@@ -92,7 +92,7 @@ class _Refuses(DictTier):
         raise TierUnavailableError("not today")
 
 
-async def test_what_a_tier_refuses_is_not_told():
+async def test_refused_chunks_are_not_notified():
     rig, watcher = Rig(), Watching()
     registry = FakeRegistry(tiers={"refuses": _Refuses})
     async with opened(rig, watcher, registry, tiers=["cpu", "refuses"]) as engine:

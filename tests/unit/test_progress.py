@@ -124,7 +124,7 @@ def test_a_load_that_begins_while_it_is_waited_for_has_no_deadline_any_more(prog
     waiting.result(LONG_S)
 
 
-def test_who_waits_helps_up_to_the_planes_it_needs(progress):
+def test_a_waiting_thread_helps_up_to_the_planes_it_needs(progress):
     asked = []
 
     def work(planes):
@@ -141,7 +141,7 @@ def test_who_waits_helps_up_to_the_planes_it_needs(progress):
     assert asked == [(2, threading.get_ident()), (4, threading.get_ident())]
 
 
-def test_who_waits_helps_once_and_then_waits_for_the_others(progress, pool):
+def test_a_waiting_thread_helps_once_and_then_waits(progress, pool):
     asked = []
     progress.begin()
     progress.accept_help(asked.append)
@@ -156,7 +156,7 @@ def test_who_waits_helps_once_and_then_waits_for_the_others(progress, pool):
     assert asked == [2]
 
 
-def test_who_waits_already_helps_when_it_is_asked_to(progress, pool):
+def test_a_waiting_thread_helps_on_request(progress, pool):
     helpers = []
 
     def work(planes):
@@ -286,7 +286,7 @@ def test_parts_run_in_order_and_only_those_that_write_to_the_planes_asked_for(fi
 
 
 @given(firsts_of_parts, st.integers(1, 4), st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_planes_are_told_when_no_part_before_them_runs_or_waits_any_more(firsts, threads, choices):
+def test_planes_are_reported_when_all_parts_before_them_have_ended(firsts, threads, choices):
     gated = Gated(firsts, 6)
     running, unfinished, told = [], dict(enumerate(firsts)), []
     with ThreadPoolExecutor(threads) as pool:
@@ -309,7 +309,7 @@ def test_planes_are_told_when_no_part_before_them_runs_or_waits_any_more(firsts,
 
 
 @given(firsts_of_parts, st.integers(2, 4), st.lists(st.integers(1, 6), max_size=4))
-def test_threads_that_run_free_never_tell_of_planes_too_early(firsts, threads, helped):
+def test_free_running_threads_never_report_planes_too_early(firsts, threads, helped):
     finished, told, early = set(), [], []
 
     def advance(planes):
@@ -345,7 +345,7 @@ def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, 
     assert (gated.begun.empty(), sorted(gated.copied)) == (True, [0, 1])
 
 
-def test_withdrawn_it_is_done_when_what_runs_has_ended_and_tells_of_no_plane(pool):
+def test_a_withdrawn_load_ends_with_its_running_parts_and_reports_no_plane(pool):
     gated = Gated([0, 1, 2], 3)
     workers = [pool.submit(gated.queue.work) for _ in range(2)]
     gated.next(), gated.next()
@@ -363,7 +363,7 @@ def test_withdrawn_it_is_done_when_what_runs_has_ended_and_tells_of_no_plane(poo
     assert sorted(gated.copied) == [0, 1]
 
 
-def test_withdrawn_when_the_last_part_runs_already_it_is_written_whole(pool):
+def test_a_load_withdrawn_during_its_last_part_is_completed(pool):
     gated = Gated([0, 1], 2)
     worker = pool.submit(gated.queue.work)
     gated.finish(gated.next())
@@ -394,7 +394,7 @@ def collector_off():
     ("error", "withdrawn", "expected"),
     [(None, False, [2, 1, 0, 0]), (None, True, [0]), (OSError("no"), False, [0])],
 )
-def test_payloads_are_let_go_before_their_planes_are_told_or_the_copy_ends(
+def test_payloads_are_released_before_their_planes_are_reported_or_the_copy_ends(
     collector_off, error, withdrawn, expected
 ):
     held = []
@@ -445,7 +445,7 @@ def test_a_thread_leaves_a_core_for_as_long_as_asked(own_thread):
     assert LoadProgress(1).core in own_thread
 
 
-def test_what_somebody_else_has_set_meanwhile_stays_and_the_only_core_is_not_left(own_thread):
+def test_foreign_affinity_changes_are_kept_and_the_only_core_is_not_left(own_thread):
     core = min(own_thread)
 
     with off_core(core):
@@ -461,7 +461,7 @@ def test_an_unknown_core_changes_nothing(own_thread, core):
         assert os.sched_getaffinity(0) == own_thread
 
 
-def test_where_it_is_forbidden_or_not_known_nothing_happens(monkeypatch):
+def test_unsupported_or_forbidden_affinity_is_ignored(monkeypatch):
     def forbidden(*_):
         raise PermissionError
 

@@ -56,7 +56,7 @@ def cause_of(data: bytes | bytearray, **changes: object) -> str:
 
 
 @given(texts, texts, texts, st.integers(0, 300), st.binary(max_size=3000))
-def test_what_was_sealed_is_verified_and_read_back(
+def test_sealed_records_are_verified_and_parsed(
     namespace: str, request: str, extra: str, num_tokens: int, payload: bytes
 ) -> None:
     format = RecordFormat(namespace=namespace, layout="l" * num_tokens, dtype="float16", chunk_size=300)

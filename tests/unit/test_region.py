@@ -147,7 +147,7 @@ def test_memory_is_unpinned_only_after_its_last_lease(runtime: FakeRuntime) -> N
     assert not runtime.ranges
 
 
-def test_what_cuda_refuses_to_pin_stays_pageable_and_is_said(
+def test_memory_that_cuda_cannot_pin_stays_pageable_with_a_log_line(
     runtime: FakeRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refuse_after = 1

@@ -68,7 +68,7 @@ def test_a_digest_of_another_length_is_refused(module, size):
 
 
 @needs_module
-def test_what_a_digest_cannot_take_in_is_not_copied(module):
+def test_rows_unsupported_by_digests_are_not_copied(module):
     memory, payload = noise(1024), np.zeros(1024, np.uint8)
 
     def copy(starts, size, digest):
@@ -88,7 +88,7 @@ def test_what_a_digest_cannot_take_in_is_not_copied(module):
 
 
 @needs_module
-def test_a_digest_that_has_not_seen_all_is_none(module):
+def test_a_digest_of_incomplete_data_is_none(module):
     memory = noise(256)
     digest = module.start_digest(256)
     module.copy(memory, np.zeros(1, np.int64), np.empty(192, np.uint8), 192, True, False, digest)

@@ -74,7 +74,7 @@ def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, s
     ],
 )
 @pytest.mark.parametrize("to_payload", [False, True])
-def test_what_does_not_fit_moves_nothing(copy, starts, payload_bytes, size, message, to_payload):
+def test_jobs_that_do_not_fit_move_nothing(copy, starts, payload_bytes, size, message, to_payload):
     memory, payload = noise(100, 1), noise(payload_bytes, 2)
     before = memory.copy(), payload.copy()
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit_moves_nothing(copy, starts, payload_bytes, size, mess
 
 
 @needs_module
-def test_starts_of_another_size_are_told(copy):
+def test_row_starts_of_the_wrong_item_size_are_refused(copy):
     with pytest.raises(ValueError, match="items of 4 bytes, not 8"):
         copy(noise(100, 1), np.array([0], np.int32), noise(8, 2), 8, False, False)
 

@@ -70,7 +70,7 @@ async def test_a_store_waits_for_a_slow_tier_as_long_as_its_deadline_lets():
         assert len(made.records) == CHUNKS
 
 
-async def test_what_a_tier_that_stands_still_cannot_take_is_dropped_at_the_deadline_and_counted():
+async def test_chunks_for_a_stuck_tier_are_dropped_at_the_deadline_and_counted():
     rig, made = rig_of(4), Made(GatedTier)
     patience = {"store.timeout_s": 0.05}
     async with rig.open(registry=made.registry, **settings("cpu", "dict", **patience)) as engine:

@@ -172,7 +172,7 @@ def test_the_first_store_or_retrieve_must_bring_the_cache(paged):
                 verb(TOKENS, slot_mapping=torch.arange(40))
 
 
-def test_before_the_cache_is_known_nothing_is_there(paged):
+def test_without_a_cache_lookups_are_misses(paged):
     with LMCacheEngine(config()) as engine:
         assert engine.lookup(TOKENS) == 0
         assert engine.lookup(TOKENS, lookup_id="a", pin=True) == 0
@@ -294,7 +294,7 @@ def test_the_arguments_of_a_store_fit_every_call(engine, paged):
     assert engine.retrieve(TOKENS, **arguments).all()
 
 
-def test_arguments_that_are_none_are_not_there(engine, paged):
+def test_arguments_that_are_none_are_ignored(engine, paged):
     names = ("kv_caches", "kvcaches", "req_id", "cache_salt", "lora", "tags", "request_configs")
     store(engine, paged, **dict.fromkeys(names))
 
@@ -336,7 +336,7 @@ def test_the_cache_by_both_names_is_refused(engine, paged):
     ids=repr,
 )
 @pytest.mark.parametrize("verb", ["store", "retrieve", "lookup", "prefetch"])
-def test_what_names_no_tenant_is_refused_and_never_taken_for_none(engine, paged, verb, kwargs, match):
+def test_invalid_tenants_are_refused(engine, paged, verb, kwargs, match):
     paged.fill(TOKENS, range(40))
     with pytest.raises(TypeError, match=match):
         getattr(engine, verb)(TOKENS, slot_mapping=torch.arange(40), **kwargs)

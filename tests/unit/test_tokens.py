@@ -49,7 +49,7 @@ class BlockCache:
     skip=st.integers(0, 40),
     absent=st.sets(st.integers(0, 9)),
 )
-def test_the_mask_says_true_for_what_was_written_and_for_nothing_else(num_tokens, stored, skip, absent):
+def test_the_mask_is_true_exactly_for_written_tokens(num_tokens, stored, skip, absent):
     skip, tokens = min(skip, num_tokens), np.arange(100, 100 + num_tokens)
     values = torch.arange(1, BLOCKS * BLOCK_SIZE + 1).float()
 

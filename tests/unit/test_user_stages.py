@@ -104,7 +104,7 @@ def opened(rig, chain, stage, behind, stages):
 
 @pytest.mark.parametrize("error", RAISED)
 @pytest.mark.parametrize(("chain", "stage", "behind"), JOINTS)
-def test_what_a_stage_raises_fails_the_request_and_not_the_loop(chain, stage, behind, error):
+def test_an_exception_of_a_stage_fails_the_request_and_not_the_loop(chain, stage, behind, error):
     rig, switch = Rig(), Switch()
 
     async def misbehave(batch):
@@ -139,9 +139,7 @@ def errors(error):
 
 
 @pytest.mark.parametrize(("chain", "stage", "behind"), JOINTS)
-async def test_a_stage_that_gives_something_else_than_it_says_fails_the_request_and_is_named(
-    chain, stage, behind
-):
+async def test_a_stage_with_a_result_of_the_wrong_type_fails_the_request_and_is_named(chain, stage, behind):
     rig, switch = Rig(), Switch()
 
     async def nothing(batch):

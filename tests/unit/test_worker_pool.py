@@ -37,7 +37,7 @@ def test_arguments_are_gone_when_the_future_is_done(pool):
     assert alive == [False, False]
 
 
-def test_what_the_function_closes_over_is_gone_too(pool):
+def test_the_closure_of_the_function_is_released_too(pool):
     gate = threading.Event()
     thing = Thing()
     watched = weakref.ref(thing)

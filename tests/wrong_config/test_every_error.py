@@ -67,17 +67,17 @@ def expected(folder: Path, lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("text", "lines"), ENGINE, ids=[text[:60] for text, _ in ENGINE])
-def test_a_wrong_engine_config(folder, text, lines):
+def test_an_invalid_engine_config_is_reported(folder, text, lines):
     assert checked(written(folder, text)) == expected(folder, lines)
 
 
 @pytest.mark.parametrize(("text", "lines"), DAEMON, ids=[text[:60] for text, _ in DAEMON])
-def test_a_wrong_daemon_config(folder, text, lines):
+def test_an_invalid_daemon_config_is_reported(folder, text, lines):
     assert check_daemon_file(written(folder, text)) == expected(folder, lines)
 
 
 @pytest.mark.parametrize(("start", "text"), AT_START, ids=[text[:60] for _, text in AT_START])
-def test_what_is_refused_at_a_start(folder, start, text):
+def test_refusals_at_start(folder, start, text):
     with pytest.raises(ConfigError) as caught:
         start(folder)
 
@@ -99,7 +99,7 @@ def test_the_command_prints_the_lines_and_ends_with_1(folder):
     assert json.loads(as_json.stdout)["problems"] == expected(folder, lines)
 
 
-def test_no_place_that_refuses_a_config_is_without_a_test(folder):
+def test_every_statement_that_refuses_a_config_is_tested(folder):
     everywhere = sites()
     lines = executed(runs(folder))
     missed = {site.name for site in everywhere if not was_passed(site, lines)}
@@ -111,7 +111,7 @@ def test_no_place_that_refuses_a_config_is_without_a_test(folder):
 
 
 @pytest.mark.parametrize(("file", "text"), sorted({(file, text) for _, _, file, text in ELSEWHERE}))
-def test_what_is_said_to_be_tested_elsewhere_is(file, text):
+def test_statements_listed_as_tested_elsewhere_are_tested(file, text):
     assert text in (ROOT / file).read_text(encoding="utf-8")
 
 
@@ -124,11 +124,11 @@ def runs(folder: Path) -> Iterator[Callable[[], object]]:
         yield lambda text=text: checked(written(folder, text))
     for text, _ in DAEMON:
         yield lambda text=text: check_daemon_file(written(folder, text))
-    for extra, _ in table_of(errors.test_a_wrong_mapping):
+    for extra, _ in table_of(errors.test_an_invalid_mapping_is_reported):
         yield lambda extra=extra: refused(extra=extra)
-    for name, value, _ in table_of(errors.test_a_wrong_variable):
+    for name, value, _ in table_of(errors.test_an_invalid_variable_is_reported):
         yield lambda name=name, value=value: refused(env={f"LMCACHE_ASYNC_{name}": value})
-    for text, _ in table_of(errors.test_a_wrong_file):
+    for text, _ in table_of(errors.test_an_invalid_file_is_reported):
         if len(text) < 1000:
             yield lambda text=text: refused(path=written(folder, text))
     yield lambda: refused(path=folder / "none")

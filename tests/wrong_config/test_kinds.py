@@ -67,7 +67,7 @@ def test_no_number_accepts_booleans_infinity_negative_or_huge_values(info):
             adapter.validate_python(value)
 
 
-def test_the_walk_finds_the_numbers():
+def test_the_search_finds_the_numbers():
     assert {"EngineConfig.chunk_size", "VLLMConfig.prefill_tokens_per_s", "RetryConfig.seed"} <= set(NUMBERS)
     assert {"TierSpec.timeout_s", "HostConfig.daemon_uid", "MooncakeConfig.segment_bytes"} <= set(NUMBERS)
     assert {LayerSpec, TenantOptions} <= {model for model, _ in FIELDS}

@@ -80,7 +80,7 @@ DISAGGREGATED = (
         "lmcache_async/integration/vllm/connector.py",
         "if not kv_transfer_config.is_kv_consumer:",
         "if False:",
-        ("tests/unit/vllm/test_simulated.py::test_what_each_role_stores_and_loads",),
+        ("tests/unit/vllm/test_simulated.py::test_stores_and_loads_by_role",),
     ),
     Mutation(
         "disaggregated: a promise is compared with the time to compute",

@@ -12,7 +12,7 @@ FILES = "plugins/disk/files.py"
 TIER = "plugins/disk/tier.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
 TEST_LEFT_BEHIND = (
-    "tests/unit/vllm/test_simulated.py::test_nobody_reads_what_a_layerwise_load_that_failed_left_behind",
+    "tests/unit/vllm/test_simulated.py::test_blocks_of_a_failed_layerwise_load_are_never_read",
 )
 TEST_CRASH = ("tests/tiers/test_disk_crash.py::test_a_directory_survives_kill_9_at_any_moment",)
 

@@ -140,7 +140,7 @@ WAITS = (
         ARENA,
         "async with asyncio.timeout(timeout_s):",
         "async with asyncio.timeout(None):",
-        ("tests/unit/test_arena.py::test_a_deadline_ends_the_wait_and_hangs_nobody",),
+        ("tests/unit/test_arena.py::test_a_deadline_ends_only_its_own_wait",),
     ),
     Mutation(
         "a cancelled copy is not awaited",

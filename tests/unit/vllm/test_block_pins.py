@@ -32,7 +32,7 @@ def test_a_held_block_outlives_its_request(pool: BlockPool, pins: BlockPins):
     assert pool.get_num_free_blocks() == 19
 
 
-def test_room_is_what_may_still_be_held(pool: BlockPool, pins: BlockPins):
+def test_room_is_the_remaining_capacity(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(4)
     pins.pin(1, blocks)
     pins.pin(2, blocks[:2])
@@ -44,7 +44,7 @@ def test_room_is_what_may_still_be_held(pool: BlockPool, pins: BlockPins):
     assert not pins
 
 
-def test_only_blocks_that_nobody_else_uses_would_become_free(pool: BlockPool, pins: BlockPins):
+def test_only_unshared_blocks_would_become_free(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(2)
     pins.pin(1, blocks)
     pins.pin(2, blocks[:1])

@@ -141,9 +141,7 @@ def test_every_size_of_blocks_and_layout_of_vllm_has_its_own_root(config: Any, s
         ("cache_config.num_gpu_blocks", 5),
     ],
 )
-def test_what_only_differs_between_launches_and_machines_is_not(
-    config: Any, setup: Setup, path: str, value: Any
-):
+def test_launch_and_machine_settings_are_not_in_the_root(config: Any, setup: Setup, path: str, value: Any):
     assert root(changed(config, path, value), setup) == root(config, setup)
 
 
@@ -200,7 +198,7 @@ def test_a_changed_image_processor_is_another_namespace(
     ],
     ids=str,
 )
-def test_what_changes_the_embeddings_of_media_is_in_the_root(
+def test_settings_that_affect_media_embeddings_are_in_the_root(
     config: Any, setup: Setup, tmp_path: Path, settings: dict[str, Any]
 ):
     plain = root(image_model(config, tmp_path / "model"), setup)
@@ -208,7 +206,7 @@ def test_what_changes_the_embeddings_of_media_is_in_the_root(
     assert root(image_model(config, tmp_path / "model", **settings), setup) != plain
 
 
-def test_where_the_processor_lies_its_caches_and_the_chat_template_are_not(
+def test_the_location_of_the_processor_its_caches_and_the_chat_template_do_not_count(
     config: Any, setup: Setup, tmp_path: Path
 ):
     one = image_model(config, tmp_path / "a" / "model", mm_processor_cache_gb=0)
@@ -655,7 +653,7 @@ def test_draft_models_are_supported_beside_windows(
     assert unsupported_reason(speculating, with_groups(setup, full)) is None
 
 
-def test_what_is_not_supported_is_named(config: Any, setup: Setup):
+def test_unsupported_features_are_named(config: Any, setup: Setup):
     full = kv_cache_config(setup).kv_cache_groups[0]
     reasons = [
         unsupported_reason(config, with_groups(setup)),

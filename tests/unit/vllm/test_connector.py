@@ -263,7 +263,7 @@ def test_a_wrong_key_stops_the_start_and_is_named(setup: Setup):
             LMCacheAsyncConnector(config, role, kv_cache_config(setup))
 
 
-def test_what_is_not_supported_turns_the_connector_off_with_the_reason(setup: Setup, caplog, monkeypatch):
+def test_unsupported_features_turn_the_connector_off_with_the_reason(setup: Setup, caplog, monkeypatch):
     monkeypatch.setattr(module, "logger", LimitedLogger(logging.getLogger("test.off")))
     cache = kv_cache_config(setup)
     cache.kv_cache_groups[0].enable_kv_transfer = False

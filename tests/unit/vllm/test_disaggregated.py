@@ -76,7 +76,7 @@ def waits(consumer: SimulatedVLLM) -> Any:
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("length", [8, 40, 64, 300, 512])
-def test_what_one_computes_the_other_decodes_from(pair: Pair, length: int, ranks: int, overlapped: bool):
+def test_the_consumer_decodes_from_the_producers_kv(pair: Pair, length: int, ranks: int, overlapped: bool):
     producer = pair.vllm("kv_producer", ranks=ranks, overlapped=overlapped)
     consumer = pair.vllm("kv_consumer", ranks=ranks, overlapped=overlapped)
     tokens = prompt(length)
@@ -112,7 +112,7 @@ def test_one_rank_and_two_ranks_keep_each_others_promises_of_head_shards(
         assert_nothing_is_held(sim)
 
 
-def test_what_is_still_being_written_is_waited_for_and_others_run_meanwhile(pair: Pair):
+def test_pending_writes_are_awaited_while_others_run(pair: Pair):
     producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
     pair.shelf.slow = True
     tokens, other = prompt(300), prompt(100, seed=1)
@@ -245,7 +245,7 @@ def test_when_the_shared_tier_refuses_consumers_are_not_told_to_wait(pair: Pair)
     assert second is None
 
 
-def test_what_the_shared_tier_lost_is_written_again_from_a_hit_in_memory(pair: Pair):
+def test_chunks_lost_by_the_shared_tier_are_written_again_from_memory(pair: Pair):
     producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
     tokens = prompt(300)
     pair.prefill(producer, "p", tokens)

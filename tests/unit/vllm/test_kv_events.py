@@ -75,7 +75,7 @@ def steps_until(sim: SimulatedVLLM, until: Until, condition: Callable[[], bool])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_tier_tells_of_the_chunks_that_it_gets(
+def test_each_tier_notifies_of_the_chunks_it_stores(
     make: Any, until: Until, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     sim = make(kv_events=True, ranks=ranks)
@@ -101,7 +101,7 @@ def test_each_tier_tells_of_the_chunks_that_it_gets(
         assert found == tokens[: 5 * CHUNK]
 
 
-def test_what_a_full_tier_gives_up_is_removed(
+def test_evictions_of_a_full_tier_are_notified(
     make: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = make(kv_events=True)
@@ -130,7 +130,7 @@ def test_what_a_full_tier_gives_up_is_removed(
     assert cached - partial <= len(has) <= cached
 
 
-def test_a_salted_prompt_is_not_told_of_and_nothing_is_where_nobody_wants_it(
+def test_salted_prompts_and_disabled_notices_publish_nothing(
     make: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = make(kv_events=True)

@@ -58,14 +58,14 @@ runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
         ([], 1000, "load"),  # no speed of any tier is known
     ],
 )
-def test_what_is_sooner_is_done_and_counted(costs, chosen, decided):
+def test_the_faster_choice_is_made_and_counted(costs, chosen, decided):
     chooser = decider()
 
     assert chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001)).tokens == chosen
     assert chooser.counts == {decided: 1}
 
 
-def test_what_vllm_has_itself_is_neither_loaded_nor_computed():
+def test_vllms_own_hit_is_neither_loaded_nor_computed():
     slow = costs_of((4, 5.0), (6, 0.01))
 
     assert decider().decide("r", Hit(slow, 1000, 400, 1001)).tokens == 1000
@@ -75,7 +75,7 @@ def test_what_vllm_has_itself_is_neither_loaded_nor_computed():
     assert not chooser.counts
 
 
-def test_always_loads_and_so_does_who_knows_no_speed():
+def test_hits_are_loaded_with_policy_always_or_without_known_speeds():
     hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
 
     assert decider(always=True).decide("r", hit).tokens == 1000

@@ -191,7 +191,7 @@ def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(
     assert ranks.ask(PROMPT).chunks == 2
 
 
-def test_what_every_rank_holds_in_memory_is_resident(ranks: Ranks):
+def test_chunks_in_memory_of_every_rank_are_resident(ranks: Ranks):
     ranks.serve_all()
     for rank in (0, 1):
         ranks.hold(rank, PROMPT)
@@ -365,7 +365,7 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
-def test_a_miss_is_released_without_a_word_to_the_other_thread(ranks: Ranks, until, monkeypatch):
+def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, until, monkeypatch):
     ranks.serve_all()
     lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
     answer = ranks.wait(lookup)
@@ -388,7 +388,7 @@ def test_an_engine_that_fails_is_a_miss(ranks: Ranks):
     assert ranks.ask(PROMPT).chunks == 3
 
 
-def test_what_one_rank_pinned_is_let_go_when_another_one_failed(ranks: Ranks, until):
+def test_pins_of_a_rank_are_released_when_another_rank_failed(ranks: Ranks, until):
     ranks.serve_all()
     for rank in (0, 1):
         ranks.hold(rank, PROMPT)
@@ -432,7 +432,7 @@ def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
 
 
 @pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "lost"])
-def test_a_connection_that_was_ended_is_nothing_to_tell_of(
+def test_closed_connections_are_not_logged(
     ranks: Ranks,
     until,
     caplog: pytest.LogCaptureFixture,
@@ -477,7 +477,7 @@ def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
     assert ranks.engines[1].cleared == [(1, True)]
 
 
-def test_tokens_that_are_none_give_no_keys_and_harm_nobody(ranks: Ranks):
+def test_invalid_tokens_give_no_keys_and_do_not_affect_others(ranks: Ranks):
     ranks.serve_all()
     chain = RequestKeys("bad", [1, -5, 2**40], 3)
     lookup = ranks.client.ask(chain, 3)

@@ -19,7 +19,7 @@ async def received(data: bytes) -> dict[str, object]:
     return await receive(reader)
 
 
-async def test_what_is_encoded_is_received():
+async def test_encoded_messages_are_decoded():
     message = {"op": "lookup", "id": 7, "keys": b"\x00\xff", "tiers": {"cpu": 3}}
 
     assert await received(encode(message)) == message
@@ -35,7 +35,7 @@ async def test_a_cut_message_is_the_end():
         await received(encode({"op": "hello"})[:-1])
 
 
-async def test_what_is_no_map_is_refused():
+async def test_values_that_are_no_map_are_refused():
     with pytest.raises(ValueError, match="map"):
         await received(b"\x01\x00\x00\x00\x07")
 

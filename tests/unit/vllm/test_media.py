@@ -38,7 +38,7 @@ def vllms_own_names(config: Any, uuids: list[str | None]) -> list[str | None]:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("cache_gb", [4, 0])
-def test_we_know_when_vllm_hashes(prefix_caching: bool, cache_gb: float) -> None:
+def test_content_hashing_by_vllm_is_detected(prefix_caching: bool, cache_gb: float) -> None:
     config = vllm_config(prefix_caching=prefix_caching, cache_gb=cache_gb)
     unnamed, named = vllms_own_names(config, [None, "cat.png"])
 

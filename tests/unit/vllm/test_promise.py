@@ -41,13 +41,13 @@ def test_a_producer_promises_every_whole_block_of_the_prompt(num_tokens: int):
     assert Promise.of(promise.params()) == promise
 
 
-def test_of_less_than_a_block_nothing_is_promised():
+def test_less_than_a_block_is_not_promised():
     bench = Bench(roles=PRODUCER)
 
     assert finish(bench, prefilled(bench, 1)) is None
 
 
-def test_what_was_computed_twice_or_generated_is_not_promised_beyond_the_prompt():
+def test_recomputed_and_generated_tokens_are_not_promised_beyond_the_prompt():
     bench = Bench(roles=PRODUCER)
     request = prefilled(bench, 7)
     for token in range(20):
@@ -71,13 +71,13 @@ def test_a_request_that_was_aborted_in_its_prefill_promises_what_is_computed():
 
 
 @pytest.mark.parametrize("options", [{"params": {"skip_save": True}}], ids=["not stored"])
-def test_what_is_not_stored_is_not_promised(options: dict[str, Any]):
+def test_unstored_chunks_are_not_promised(options: dict[str, Any]):
     bench = Bench(roles=PRODUCER)
 
     assert finish(bench, prefilled(bench, 20, **options)) is None
 
 
-def test_what_has_no_keys_yet_is_not_promised():
+def test_chunks_without_keys_are_not_promised():
     bench = Bench(roles=PRODUCER)
     bench.client.hashes = False
 
@@ -96,7 +96,7 @@ def test_a_request_to_be_handed_over_waits_for_its_keys_if_vllm_has_all_of_it(lo
     assert bench.scheduler.match(request, 18) == (0, False)
 
 
-def test_but_no_longer_than_for_a_lookup():
+def test_a_wait_for_keys_ends_at_the_lookup_timeout():
     bench = Bench(roles=PRODUCER)
     bench.client.hashes = False
     request = bench.request(20)
@@ -105,7 +105,7 @@ def test_but_no_longer_than_for_a_lookup():
         assert bench.scheduler.match(request, 18) == (offered, False)
 
 
-def test_who_only_caches_promises_when_it_is_asked_to():
+def test_a_connector_with_both_roles_promises_on_request_only():
     bench = Bench()
 
     assert finish(bench, prefilled(bench, 20)) is None
@@ -134,7 +134,7 @@ def report(bench: Bench, unshared: dict[int, int]) -> None:
     bench.scheduler.stores_answered(unshared)
 
 
-def test_what_did_not_reach_a_shared_tier_is_not_promised():
+def test_chunks_that_reached_no_shared_tier_are_not_promised():
     bench = Bench(roles=PRODUCER)
     request = bench.request(60)
     first = bench.step((request, 30)).stores
@@ -190,7 +190,7 @@ GOOD = PROMISE.params()[PROMISE_FIELD]
         {key: GOOD[key] for key in GOOD if key != "end"},
     ],
 )
-def test_what_is_no_promise_is_none(value: object):
+def test_invalid_promises_are_ignored(value: object):
     assert Promise.of({PROMISE_FIELD: value}) is None
 
 
@@ -229,7 +229,7 @@ def test_a_promise_is_waited_for_as_long_as_is_configured():
     assert bench.scheduler.metrics.counter("late_lookups_total").value == 1
 
 
-def test_but_no_longer_than_it_can_come_true():
+def test_a_wait_is_at_most_as_long_as_the_promise():
     bench = Bench()
     bench.request(20, params=replace(PROMISE, wait_s=0.5).params())
 
@@ -267,7 +267,7 @@ def test_an_answer_after_a_long_wait_is_not_too_old():
     assert len(bench.client.asked) == 1
 
 
-def test_what_vllm_has_itself_is_not_waited_for():
+def test_vllms_own_hit_is_not_awaited():
     bench = Bench()
     request = bench.request(40, params=PROMISE.params())
 
@@ -275,7 +275,7 @@ def test_what_vllm_has_itself_is_not_waited_for():
     assert bench.scheduler.match(request, 20) == (0, False)
 
 
-def test_what_was_promised_is_loaded_though_computing_would_be_sooner():
+def test_promised_chunks_are_loaded_although_computing_is_faster():
     bench = Bench(**{"vllm.prefill_tokens_per_s": 1e6})
     for believed, loaded in [(False, 0), (True, 16)]:
         request = bench.request(20, params=PROMISE.params())
@@ -294,7 +294,7 @@ def test_what_was_promised_is_loaded_though_computing_would_be_sooner():
         ("kv_consumer", {"vllm.consumer_stores": True}, Roles()),
     ],
 )
-def test_roles(role: str, extra: dict[str, Any], roles: Roles):
+def test_roles_decide_whether_to_store_and_load(role: str, extra: dict[str, Any], roles: Roles):
     from vllm.config import KVTransferConfig
 
     transfer = KVTransferConfig(kv_connector="LMCacheAsyncConnector", kv_role=role)  # type: ignore[arg-type]

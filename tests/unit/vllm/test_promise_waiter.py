@@ -144,7 +144,7 @@ def test_a_promise_that_is_kept_already_costs_one_question():
 
 
 @pytest.mark.parametrize("at", [0.001, 0.05, 0.7, 1.999])
-def test_what_comes_within_the_time_is_waited_for_and_found_soon(at: float):
+def test_chunks_that_arrive_in_time_are_awaited_and_found_soon(at: float):
     async def test(bench: Bench) -> None:
         bench.put(PROMPT[:16], 0.0)
         bench.put(PROMPT, at, first=2)

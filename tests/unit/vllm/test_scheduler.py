@@ -244,7 +244,7 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     assert bench.scheduler.metrics.counter("late_lookups_total").value == 1
 
 
-def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again():
+def test_an_answer_after_the_deadline_serves_a_repeated_lookup():
     bench = Bench()
     request = bench.request(20)
     bench.client.time = 0.2
@@ -255,9 +255,7 @@ def test_an_answer_that_comes_after_the_deadline_still_helps_whoever_asks_again(
 
 
 @given(chunks=st.integers(0, 4), partial=st.integers(0, 3), local=st.integers(0, 17))
-def test_only_what_lies_beyond_vllms_own_hit_is_offered_and_always_to_be_loaded_asynchronously(
-    chunks, partial, local
-):
+def test_only_tokens_after_vllms_own_hit_are_offered_for_asynchronous_loads(chunks, partial, local):
     bench = Bench()
     request = bench.request(40)
     bench.answer(request, hit(chunks, partial * BLOCK))
@@ -277,7 +275,7 @@ def test_a_full_hit_offers_every_token():
 
 
 @pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
-def test_nobody_waits_for_a_lookup_where_vllm_has_all_it_can_use(tokens, local, waits):
+def test_no_lookup_is_awaited_if_vllm_has_all_it_can_use(tokens, local, waits):
     bench = Bench()
     request = bench.request(tokens)
 
@@ -624,7 +622,7 @@ def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int
     return request, job
 
 
-def test_what_is_in_host_memory_is_loaded_by_the_step_that_uses_it():
+def test_hits_in_host_memory_are_loaded_by_the_step_that_uses_them():
     bench = Bench(layerwise_tokens=24)
     request, job = layerwise(bench)
 
@@ -650,7 +648,7 @@ def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens:
     assert [job.layerwise for job in bench.idle().loads] == [False]
 
 
-def test_nobody_shares_blocks_that_a_step_is_still_to_fill():
+def test_blocks_to_be_filled_by_a_step_are_not_shared():
     bench = Bench(layerwise_tokens=100)
     other = bench.request(40, params={"skip_load": True})
     layerwise(bench, local=8)
@@ -778,7 +776,7 @@ def test_every_group_of_full_attention_has_keys_of_its_own_for_the_same_chunks()
     assert len({own for part in load_of_all.parts for own in unpacked(part.keys)}) == 3 * RANKS * 3
 
 
-def test_what_the_lookup_found_is_not_stored_again():
+def test_chunks_found_by_the_lookup_are_not_stored_again():
     bench = Bench()
     request, _ = load(bench, hit(2), num_tokens=36, local=0)
     bench.report(finished={request.request_id})
@@ -892,7 +890,7 @@ def test_beyond_the_cap_chunks_wait_for_a_later_step():
     assert (spans(first), nothing, spans(second)) == ([(0, 16)], (), [(16, 32)])
 
 
-def test_what_does_not_fit_under_the_cap_at_the_end_is_dropped_and_counted():
+def test_chunks_above_the_cap_at_the_end_are_dropped_and_counted():
     bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
     request = bench.request(38)
     bench.step((request, 38))
@@ -1021,7 +1019,7 @@ def test_a_reset_of_all_tiers_keeps_the_namespace():
 
 
 @given(data=st.data())
-def test_whatever_happens_every_block_comes_back_and_only_computed_ones_are_read(data):
+def test_all_blocks_are_released_and_only_computed_ones_are_read(data):
     bench = Bench(num_blocks=201, **{"vllm.max_pinned_fraction": 0.2})
     live: list[Request] = []
     flying: list[Job] = []
@@ -1081,7 +1079,7 @@ def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step(
     assert [block.ref_cnt for block in states] == [1, 1]
 
 
-def test_vllm_is_told_where_prompts_with_a_common_prefix_differ() -> None:
+def test_vllm_gets_the_position_where_prompts_with_a_common_prefix_differ() -> None:
     """It ends a step there and offers the recurrent states."""
     bench = Bench(states=1)
     request = bench.request(6 * CHUNK)

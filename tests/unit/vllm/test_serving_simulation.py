@@ -13,14 +13,14 @@ from tests.simulation.serving import simulate_serving
 
 @pytest.mark.parametrize("faults", list(Faults))
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_goes_wrong_every_request_gets_its_own_answer(seed: int, faults: Faults):
+def test_every_request_gets_its_own_answer_despite_faults(seed: int, faults: Faults):
     report = simulate_serving(seed, steps=300, faults=faults)
 
     assert report.violation == ""
     assert report.made >= 300
 
 
-def test_what_was_stored_is_found_again():
+def test_stored_chunks_are_found_again():
     reports = [simulate_serving(seed, steps=300, faults=Faults.NONE) for seed in range(2)]
 
     assert sum(report.counts["hit tokens"] for report in reports) > 100

@@ -446,7 +446,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_nobody_reads_what_a_layerwise_load_that_failed_left_behind(simulators: Simulators, when: str):
+def test_blocks_of_a_failed_layerwise_load_are_never_read(simulators: Simulators, when: str):
     sim = simulators({"chunk_size": 32}, max_num_batched_tokens=64)
     tokens = prompt(300)
     sharing = tokens[:280] + prompt(20, seed=1)
@@ -529,7 +529,7 @@ def test_after_reset_cache_nothing_is_found_and_then_it_works_again(simulators: 
     ],
 )
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_what_each_role_stores_and_loads(
+def test_stores_and_loads_by_role(
     simulators: Simulators, role: str, option: dict[str, Any], stores: bool, loads: bool, overlapped: bool
 ):
     sim = simulators(option, kv_role=role, overlapped=overlapped)

@@ -201,7 +201,7 @@ def test_an_engine_that_raises_is_a_load_with_every_block_failed(worker: Worker,
     assert finished(worker, until) == (["r1"], {11, 12})
 
 
-def test_one_broken_load_harms_no_other(worker: Worker, until: Until):
+def test_a_broken_load_does_not_affect_others(worker: Worker, until: Until):
     broken = Job(2, "r2", "", 0, (JobPart(0, 0, b"\0" * 16, (), (), array("q", [3, 4]).tobytes()),))
     worker.begin_step(StepMetadata(loads=(broken, job())))
 
@@ -277,7 +277,7 @@ def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Un
     ],
     ids=["all", "not all", "none", "written before", "it failed"],
 )
-def test_of_a_store_to_be_handed_over_the_answer_of_the_tiers_is_reported(
+def test_the_result_of_a_store_for_a_consumer_is_reported(
     worker: Worker, until: Until, report: StoreReport | None, unshared: int | None
 ):
     if report is None:
@@ -338,7 +338,7 @@ async def ask(path: Path, message: dict[str, Any]) -> dict[str, Any]:
         await writer.wait_closed()
 
 
-async def test_a_stranger_to_the_protocol_gets_an_error_and_the_server_lives(worker: Worker):
+async def test_a_client_of_another_protocol_gets_an_error_and_the_server_continues(worker: Worker):
     assert "error" in await ask(worker.socket, {"op": "nonsense"})
     assert (await ask(worker.socket, {"op": "hello"}))["root"] == NAMESPACE.root()
 
@@ -511,7 +511,7 @@ def test_a_layer_of_an_unknown_name_waits_for_everything(deep: Worker):
     assert deep.take_failed_blocks() == set()
 
 
-def test_a_layerwise_load_that_cannot_be_started_holds_nobody_up(deep: Worker, monkeypatch):
+def test_a_layerwise_load_that_cannot_be_started_does_not_block(deep: Worker, monkeypatch):
     monkeypatch.setattr(deep.engine, "fence", lambda: 1 / 0)
     deep.begin_step(waited_load())
     for name in ("first", "second"):
@@ -520,7 +520,7 @@ def test_a_layerwise_load_that_cannot_be_started_holds_nobody_up(deep: Worker, m
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
 
 
-def test_a_load_whose_end_cannot_be_told_has_failed(deep: Worker, monkeypatch: pytest.MonkeyPatch):
+def test_a_load_whose_end_cannot_be_reported_has_failed(deep: Worker, monkeypatch: pytest.MonkeyPatch):
     deep.begin_step(waited_load())
     for name in ("first", "second"):
         deep.wait_for_layer(name)
