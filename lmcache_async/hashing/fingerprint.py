@@ -204,7 +204,10 @@ def _spans(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
 
 def _read(file: FileIO, offset: int, nbytes: int) -> bytes:
     file.seek(offset)
-    data = file.read(nbytes)
-    if len(data) < nbytes:
-        raise ValueError(f"{file.name} was truncated while it was read")
+    data = b""
+    while len(data) < nbytes:
+        part = file.read(nbytes - len(data))
+        if not part:
+            raise ValueError(f"{file.name} was truncated while it was read")
+        data += part
     return data

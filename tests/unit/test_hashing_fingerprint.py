@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -209,6 +211,19 @@ def test_other_formats_are_read_by_the_file(tmp_path, name, length, mode):
         prints.add(weights_fingerprint(tmp_path, mode=mode))
 
     assert len(prints) == 1 + len(spots)
+
+
+def test_reads_that_return_fewer_bytes_are_continued(model, monkeypatch):
+    """As on some file systems in user space."""
+
+    class ShortReads(io.FileIO):
+        def read(self, size=-1):
+            return super().read(min(size, 1000))
+
+    expected = weights_fingerprint(model)
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: ShortReads(path))
+
+    assert weights_fingerprint(model) == expected
 
 
 def test_a_name_that_is_not_on_this_machine_is_refused(tmp_path):
