@@ -9,7 +9,7 @@ import pytest
 from lmcache_async.cli.checks.probe import probe_tier
 from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierUnavailableError
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities
@@ -80,6 +80,11 @@ class Buggy(DictTier):
         raise ValueError("a mistake")
 
 
+class Greedy(DictTier):
+    async def get_many(self, keys, allocate):
+        raise BudgetExceededError("no memory")
+
+
 class LatePut(DictTier):
     async def put(self, key, buffer):
         await super().put(key, buffer)
@@ -143,6 +148,7 @@ def test_a_tier_that_misbehaves_fails(tier_class, told):
     ("tier_class", "outcome", "told", "left"),
     [
         (Broken, Outcome.FAIL, "a get failed: gone", 0),
+        (Greedy, Outcome.FAIL, "a get failed: no memory", 0),
         (Buggy, Outcome.FAIL, "ValueError: a mistake", 0),
         (Hanging, Outcome.FAIL, "a get failed: tier 'x': get_many gave no answer in 0.2 s", 0),
         (LatePut, Outcome.FAIL, "a put failed: tier 'x': put_many gave no answer in 0.2 s", 0),

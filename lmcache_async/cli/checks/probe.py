@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from lmcache_async.config import TierSpec
-from lmcache_async.errors import LMCacheAsyncError, TierError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
@@ -116,8 +116,8 @@ async def _store_and_read(
     stored, begin = _ms(begin), time.perf_counter()
     try:
         (found,) = await tier.get([key], partial(arena.lease, timeout_s=timeout_s))
-    except TierError as failure:
-        found = failure
+    except (TierError, BudgetExceededError) as failure:
+        return _failed("a get", failure)
     if isinstance(found, TierError):
         return _failed("a get", found)
     if found is not None:
@@ -127,7 +127,7 @@ async def _store_and_read(
     return fail("record", "the stored record was not returned", "check that its server has room")
 
 
-def _failed(step: str, error: TierError) -> Check:
+def _failed(step: str, error: LMCacheAsyncError) -> Check:
     return fail("record", f"{step} failed: {error}", _todo(error))
 
 
