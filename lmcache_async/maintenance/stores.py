@@ -126,7 +126,8 @@ def named_tier(
         if tier.id == text:
             return tier
     ids = ", ".join(tier.id for tier in config.tiers)
-    raise ConfigError(f"{path} has no tier {text!r}; its tiers are {ids}")
+    advice = f"; a directory is written with a slash, such as ./{text}" if argument == "--tier" else ""
+    raise ConfigError(f"{path} has no tier {text!r}; its tiers are {ids}{advice}")
 
 
 def _directory_store(

@@ -163,7 +163,7 @@ def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_t
         (["{tmp}/none", "{tmp}/there"], "there is no directory"),
         (
             ["{root}", "valky", "--config", "{tmp}/config.yaml"],
-            "has no tier 'valky'; its tiers are cpu, valkey",
+            "has no tier 'valky'; its tiers are cpu, valkey; a directory is written with a slash, such as ./valky",
         ),
         (["{root}", "cpu", "--config", "{tmp}/config.yaml"], "memory of the engine's own process"),
     ],
