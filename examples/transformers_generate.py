@@ -69,7 +69,7 @@ class PagedLayer(CacheLayerMixin):
         self.slots[1].index_copy_(0, target, value_states[0].transpose(0, 1))
         if start == 0:
             return key_states, value_states
-        # A serving engine has attention kernels that read the blocks in place. Those of transformers do not.
+        # Serving engines have attention kernels that read the blocks in place. transformers does not.
         keys, values = self.read(self.length)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 

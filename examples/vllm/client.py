@@ -21,7 +21,7 @@ SUBJECTS = (
     "The crane",
 )
 DEEDS = ("is checked", "is closed", "is cleaned", "is counted", "is painted", "is left alone")
-TIMES = ("every morning", "before a storm", "in spring", "once a year", "when nobody is near")
+TIMES = ("every morning", "before a storm", "in spring", "once a year", "when the harbour is empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ tiers:
   - cpu
   - {name: valkey, id: v1, auth: {user: me, password: hunter1}}
   - {name: valkey, id: v2, password: 11223344, pins: [[{api_key: 55667788}]]}
-  - {name: nobody-knows-it, servers: [{host: a, password: hunter3}], session_token: [hunter4], secrets: {a: 99001122}}
+  - {name: unknown-tier, servers: [{host: a, password: hunter3}], session_token: [hunter4], secrets: {a: 99001122}}
   - {name: disk, path: /kv, max_bytes: 1GiB, layers: [{name: limit, credentials: {x: hunter5}, passwd: 1.5e9}]}
 """
 

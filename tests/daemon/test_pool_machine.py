@@ -134,7 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.keys(tenant) == []
 
     @invariant()
-    def what_is_leased_is_nobody_elses(self) -> None:
+    def leases_do_not_overlap(self) -> None:
         for slot, content in self.live.items():
             assert bytes(slot.view) == content
         spans = sorted({(slot.offset, slot.offset + slot.nbytes) for slot in self.live})

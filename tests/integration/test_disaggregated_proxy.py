@@ -237,8 +237,8 @@ async def test_unreachable_servers_are_skipped():
         vllm = VLLM()
         app.router.add_post("/v1/completions", vllm.generate)
         url = await stack.enter_async_context(serving(app))
-        nobody = "http://127.0.0.1:9"
-        proxy = Proxy(Pool([nobody]), Pool([nobody, url]))
+        closed = "http://127.0.0.1:9"
+        proxy = Proxy(Pool([closed]), Pool([closed, url]))
         front = await stack.enter_async_context(serving(proxy.application()))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         statuses = []

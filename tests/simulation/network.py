@@ -85,7 +85,7 @@ class Network:
         await asyncio.sleep(DELAY_S * self.rng.random())
         accept = self._listening.get(str(path))
         if accept is None or self._strikes():
-            raise ConnectionRefusedError(f"nobody listens at {path}")
+            raise ConnectionRefusedError(f"no server listens at {path}")
         here, there = asyncio.StreamReader(), asyncio.StreamReader()
         mine, theirs = SimulatedWriter(self, there), SimulatedWriter(self, here)
         accept(there, cast("asyncio.StreamWriter", theirs))
@@ -98,11 +98,11 @@ class Network:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """Connect the scheduler and worker connectors through this network in the block."""
-        nobody: Callable[[Any], int] = lambda _: 0
+        any_peer: Callable[[Any], int] = lambda _: 0
         with (
             patch("asyncio.open_unix_connection", self.connect),
-            patch("lmcache_async.integration.vllm.lookup.check_peer", nobody),
-            patch("lmcache_async.integration.vllm.lookup_server.check_peer", nobody),
+            patch("lmcache_async.integration.vllm.lookup.check_peer", any_peer),
+            patch("lmcache_async.integration.vllm.lookup_server.check_peer", any_peer),
         ):
             yield
 

@@ -120,15 +120,15 @@ def test_a_deadline_ends_what_waits():
 
 
 def test_a_deadlock_is_reported_with_the_stack_of_every_task():
-    async def waits_for_nobody():
+    async def waits_forever():
         await asyncio.Event().wait()
 
     async def check():
-        await asyncio.gather(waits_for_nobody(), waits_for_nobody())
+        await asyncio.gather(waits_forever(), waits_forever())
 
     with pytest.raises(Deadlock, match=r"3 tasks wait") as caught:
         run(check)
-    assert sum("waits_for_nobody" in stack for stack in caught.value.stacks) == 2
+    assert sum("waits_forever" in stack for stack in caught.value.stacks) == 2
     assert all("test_loop.py:" in stack for stack in caught.value.stacks)
 
 

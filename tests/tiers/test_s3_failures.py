@@ -102,8 +102,8 @@ async def test_revoked_credentials_are_an_error_of_every_call(s3_server: S3Serve
 
 
 async def test_a_bucket_that_is_not_there_stops_the_start(s3_server: S3Server, arena: Arena) -> None:
-    config = s3_server.config(url="s3://nobodys-bucket/kv")
-    with pytest.raises(TierError, match=r"s3://nobodys-bucket/kv at .*NoSuchBucket.*create it"):
+    config = s3_server.config(url="s3://missing-bucket/kv")
+    with pytest.raises(TierError, match=r"s3://missing-bucket/kv at .*NoSuchBucket.*create it"):
         await open_tier(config, arena)
     bucket = Bucket(config, open_store(config))
     with record(arena, 1) as buffer, pytest.raises(TierError, match="the bucket does not exist"):

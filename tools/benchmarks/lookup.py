@@ -132,7 +132,7 @@ def _echo_server(listening: socket.socket, message_bytes: int) -> None:
 
 
 async def _never(epoch: int, memory_only: bool) -> int:
-    raise RuntimeError(f"nobody clears here ({epoch}, {memory_only})")
+    raise RuntimeError(f"unexpected clear ({epoch}, {memory_only})")
 
 
 UNIT = "ms"

@@ -152,7 +152,7 @@ QUIET = {
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Return the distributions by package. It takes seconds: all files of all distributions are looked at."""
+    """Return the distributions by package. It takes seconds, because it reads the file lists of all distributions."""
     return importlib.metadata.packages_distributions()
 
 

@@ -94,7 +94,7 @@ def serve(load: Workload, path: Path, ready: Any) -> None:
 
 
 async def _never(epoch: int, memory_only: bool) -> int:
-    raise RuntimeError(f"nobody clears here ({epoch}, {memory_only})")
+    raise RuntimeError(f"unexpected clear ({epoch}, {memory_only})")
 
 
 T = TypeVar("T")

@@ -46,9 +46,9 @@ def make(venv: Path, version: str, *, timeout_s: float) -> Path:
 
 
 def unpack(folder: Path, version: str, *, timeout_s: float) -> dict[str, str]:
-    """Put the Python code of vLLM's build for GPUs beside the compiled operators of the CPU build that is installed.
+    """Add the Python code of vLLM's GPU build to the compiled operators of the installed CPU build.
 
-    For versions without CPU build: the operators change less than the code.
+    For versions without a CPU build: the operators change less than the code.
 
     Returns:
         Environment variables with which Python imports it.

@@ -27,7 +27,7 @@ END_S = 10.0
 """Time between SIGTERM and SIGKILL of a part that exceeds its limit."""
 
 INTERPRETED_TESTS = ("tests/unit/test_copier_kernels.py", "tests/unit/test_copier_cuda.py")
-"""Tests of the GPU code that need no GPU; with `--device cpu` they replace those that do."""
+"""Tests of the GPU code that need no GPU; with `--device cpu` they replace the GPU tests."""
 
 MARKER = re.compile(r"^(@|pytestmark = .*)pytest\.mark\.gpu\b", re.MULTILINE)
 
@@ -77,8 +77,8 @@ class Ended:
 
     Attributes:
         status: `passed`, `failed` or `time limit`.
-        output: The end of what it printed.
-        result: What it measured, as far as it got; empty if nothing.
+        output: The end of its output.
+        result: Its measurements, possibly incomplete; empty if there are none.
     """
 
     name: str
@@ -191,7 +191,7 @@ def run_part(part: Part, options: Options, minutes: float) -> Ended:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """End a process and all of its children."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, kind)

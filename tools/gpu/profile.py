@@ -1,7 +1,7 @@
 """Profile of the copy path: for every layout and block size its rate, calls of CUDA, host time, and effect on compute.
 
-The limit of each rate is one contiguous pinned copy of the same bytes. The calls are counted after all
-measurements by torch's profiler, which slows down what runs after it.
+The limit of each rate is one contiguous pinned copy of the same bytes. The calls are counted after all measurements
+by torch's profiler, which slows down everything after it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _ratio(rows: Sequence[Row], name: str, limit: str) -> float:
 
 
 async def _host_time(copies: Copies, way: str, chunks: int) -> tuple[float, float]:
-    """Return the microseconds of a fence, which the model's thread takes, and the loop's CPU milliseconds of a copy."""
+    """Return the microseconds of a fence on the model's thread, and the CPU milliseconds of a copy on the loop."""
     start = time.perf_counter()
     for _ in range(_FENCES):
         copies.copier.fence()

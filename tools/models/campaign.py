@@ -1,4 +1,4 @@
-"""One family in one mode: the connector's answers and hits against those of a vLLM without connector."""
+"""One family in one mode: the connector's answers and hits compared with those of a vLLM without connector."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.models.replicas import answers_of_replicas
 from tools.torture.outcome import Outcome
 
 MIN_CHANGE = 0.1
-"""How much a token changes the log-probabilities of an answer. Wrong KV is seen by that."""
+"""Minimum change of log-probabilities by one changed token. It detects wrong KV."""
 BLOCKS = 512
 FEW_BLOCKS = (160, 128, 100, 80, 64, 52, 44, 36)
 """Numbers of blocks to try in turn until vLLM preempts requests."""
@@ -39,7 +39,7 @@ class Campaign:
     """Runs one family in any mode.
 
     Args:
-        directory: Directory for the model and for what is stored.
+        directory: Directory of the model and of the disk tier.
     """
 
     def __init__(self, engines: Engines, family: Family, directory: Path) -> None:
@@ -56,7 +56,7 @@ class Campaign:
         return Questions(self.family, self.adapters)
 
     def with_other_adapters(self, question: Question) -> list[Question]:
-        """The question with each other adapter, and without one. What it has stored is of no use to them."""
+        """The question with each other adapter, and without one. Their records must not be used for it."""
         adapters = ("", *self.adapters) if self.adapters else ()
         return [replace(question, adapter=other) for other in adapters if other != question.adapter]
 
@@ -179,7 +179,7 @@ def in_turn(engine: Engine, questions: Sequence[Question], *, settle: bool = Fal
 
 
 def chunked_prefill(campaign: Campaign, outcome: Outcome) -> None:
-    """Prompts around all boundaries, alone, in a batch, after a restart, and with prefixes in common."""
+    """Prompts around all boundaries, alone, in a batch, after a restart, and with common prefixes."""
     questions, disk = campaign.questions(), campaign.disk("chunked prefill")
     with campaign.plain() as reference:
         for distance, one, other in questions.changed("chunked"):
@@ -209,7 +209,7 @@ def chunked_prefill(campaign: Campaign, outcome: Outcome) -> None:
         batch = engine.ask_all(asked)
         engine.settle()
         shared = in_turn(engine, sequence, settle=True)
-        engine.ask(sequence[-1])  # a hit of vLLM's own, which the connector extends
+        engine.ask(sequence[-1])  # a hit of vLLM, extended by the connector
         extended = engine.ask(sequence[0])
         engine.settle()
         engine.close()
@@ -225,13 +225,13 @@ def chunked_prefill(campaign: Campaign, outcome: Outcome) -> None:
         compare(outcome, what, asked, answers, right)
         compare_hits(outcome, what, asked, answers, own)
     compare(outcome, "in sequence", sequence, shared, right_sequence)
-    # Of a prefix that prompts have in common, the connector has whole chunks.
+    # Of a common prefix, the connector has whole chunks.
     compare_hits(outcome, "in sequence", sequence, shared, own_sequence, granularity=CHUNK)
     compare(outcome, "extended", sequence[:1], [extended], right_sequence[:1])
 
 
 def no_prefix_caching(campaign: Campaign, outcome: Outcome) -> None:
-    """The connector alone has hits, as long as vLLM's prefix cache would have them."""
+    """Only the connector has hits, as long as those of vLLM's prefix cache."""
     asked = campaign.questions().around_boundaries("no prefix caching")
     with campaign.plain() as reference:
         own = [reference.own_hit(question) for question in asked]
@@ -249,7 +249,7 @@ def no_prefix_caching(campaign: Campaign, outcome: Outcome) -> None:
 
 
 def preemption(campaign: Campaign, outcome: Outcome) -> None:
-    """Batches in few blocks, so that vLLM preempts requests and computes or loads them again."""
+    """Batches with few blocks, so that vLLM preempts requests and recomputes or reloads them."""
     asked = campaign.questions().mixed("preemption")
     with campaign.plain() as reference:
         right = [reference(question) for question in asked]
@@ -263,7 +263,7 @@ def preemption(campaign: Campaign, outcome: Outcome) -> None:
                     rounds[what] = engine.ask_all_watched(asked)
                     engine.settle()
         except EngineError as error:
-            if "KV cache" in reason_of(str(error)):  # so few that vLLM does not start
+            if "KV cache" in reason_of(str(error)):  # too few for vLLM to start
                 break
             raise
         for what, (answers, preempted) in rounds.items():
@@ -291,7 +291,7 @@ def pipeline(campaign: Campaign, outcome: Outcome) -> None:
 
 
 def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mapping[str, Any]) -> None:
-    """Several workers, each in a process of its own; also after a restart."""
+    """Several workers in separate processes; also after a restart."""
     questions, disk = campaign.questions(), campaign.disk(name)
     asked = questions.around_boundaries(name)
     with campaign.plain(**options) as reference:
@@ -306,7 +306,9 @@ def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mappi
         engine.settle()
         engine.close()
     with campaign.connected(disk, **options) as engine:
-        for _ in engine.until("has no hit after a restart"):  # before the workers are connected there is none
+        for _ in engine.until(
+            "has no hit after a restart"
+        ):  # before the workers are connected there is no hit
             if engine.ask(asked[-1]).cached_tokens:
                 break
             engine.call("reset", connector=False)
@@ -319,7 +321,7 @@ def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mappi
 
 
 def replicas(campaign: Campaign, outcome: Outcome) -> None:
-    """Two data-parallel replicas of `vllm serve`, each with a cache of its own."""
+    """Two data-parallel replicas of `vllm serve`, each with its own cache."""
     asked = campaign.questions().around_boundaries("replicas")
     with campaign.plain() as reference:
         own = [reference.own_hit(question) for question in asked]
@@ -336,7 +338,7 @@ def replicas(campaign: Campaign, outcome: Outcome) -> None:
 
 
 def reloaded_adapter(campaign: Campaign, outcome: Outcome) -> None:
-    """An adapter whose files change, and which vLLM loads again under its name: what it has stored is no hit."""
+    """An adapter whose files change, and which vLLM reloads under its name: records of the old weights are no hits."""
     first, other = (
         Question(tokens("reloaded adapter", LONGEST), adapter=adapter) for adapter in campaign.adapters
     )
@@ -354,7 +356,7 @@ def reloaded_adapter(campaign: Campaign, outcome: Outcome) -> None:
 
 
 def long_prompt(campaign: Campaign, outcome: Outcome) -> None:
-    """A prompt of 32k tokens to a model with real proportions: five layers with a window of 1 024 tokens and a full one.
+    """A prompt of 32k tokens for realistic layers: five with a window of 1 024 tokens, and one of full attention.
 
     The layers with a window store and load less than a fifth of what full attention would.
     """
@@ -397,9 +399,9 @@ def long_prompt(campaign: Campaign, outcome: Outcome) -> None:
 
 
 def metric(engine: Engine, name: str, least: float) -> float:
-    """Sum of the samples of a metric of ours in vLLM's /metrics, once it is so large."""
+    """Sum of the samples of one of our metrics in vLLM's /metrics, once it reaches a value."""
     for _ in engine.until(f"does not count {least} {name}"):
-        engine.ask(Question(tokens("beside", 20), max_tokens=1))  # what the worker counts comes with a step
+        engine.ask(Question(tokens("beside", 20), max_tokens=1))  # the worker's counts arrive with a step
         families = text_string_to_metric_families(engine.call("metrics"))
         samples = [sample for family in families for sample in family.samples]
         value = sum(sample.value for sample in samples if sample.name == f"lmcache_async_{name}")
@@ -419,4 +421,4 @@ MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
     "reloaded adapter": reloaded_adapter,
 }
 EVERY_FAMILY = ("chunked prefill", "preemption", "no prefix caching", "two ranks")
-"""Modes of all families; the others are a family's own."""
+"""Modes of all families; the others are for single families."""

@@ -1,4 +1,4 @@
-"""The families of models: how a tiny one is written, and what is special about it."""
+"""The families of models: how to write a tiny one, and its special properties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Family:
 
     Attributes:
         title: Its name in the table.
-        cache: What its layers keep, in words.
+        cache: Description of the layers' caches.
         make: Writes a model of it to a directory.
         block: Tokens per block of its cache.
         window: Tokens of its window or of its attention chunk; 0 without one.

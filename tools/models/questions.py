@@ -1,4 +1,4 @@
-"""The prompts of a family: they end around the boundaries of its cache."""
+"""The prompts of a family, which end around the boundaries of its cache."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ class Questions:
         return [self._question(f"{name} {length}", length) for length in lengths(self._family)]
 
     def in_sequence(self, name: str) -> list[Question]:
-        """Questions that have prefixes in common, in an order in which vLLM's own prefix cache has hits.
+        """Questions with common prefixes, in an order in which vLLM's own prefix cache has hits.
 
-        The last ones are equal to an earlier one, continue an earlier one, leave that one after the end of the earlier
-        one, and are the prefix of one.
+        The last ones repeat an earlier one, continue one, diverge after the end of one, and are the prefix of one.
         """
         first = self._question(f"{name} common", 300 + IMAGE_LENGTH * self._family.images)
         common = first.prompt
@@ -59,7 +58,7 @@ class Questions:
         return [replace(first, prompt=prompt) for prompt in prompts]
 
     def mixed(self, name: str, count: int = 10) -> list[Question]:
-        """Questions of many lengths with long answers, for few blocks. Some have a prefix in common."""
+        """Questions of many lengths with long answers, for few blocks. Some have a common prefix."""
         generator = Random(f"{self._family.title} {name}")
         common = tokens(f"{name} shared by some", 260)
         found = []
@@ -73,7 +72,7 @@ class Questions:
         return found
 
     def changed(self, name: str) -> Iterator[tuple[int, Question, Question]]:
-        """Pairs of questions of which one token differs, with its distance from the end."""
+        """Pairs of questions that differ in one token, with its distance from the end."""
         reach = self._family.reach
         question = self._question(f"{name} changed", reach + CHUNK + IMAGE_LENGTH * self._family.images)
         prompt = question.prompt
@@ -89,7 +88,7 @@ class Questions:
             )
 
     def _question(self, seed: str, length: int) -> Question:
-        """A question of this number of tokens, those of its image included."""
+        """A question of this number of tokens, including those of its image."""
         adapter = next(self._adapters)
         if not self._family.images:
             return Question(tokens(seed, length), adapter=adapter)

@@ -20,7 +20,7 @@ arena: {{max_bytes: 256MiB}}
 tiers:
   - {{name: disk, path: {disk}, max_bytes: 1GiB}}
 """
-# Each replica's worker is in its engine's process: a worker of its own imports vLLM once more.
+# The worker of each replica is in its engine's process: a separate worker imports vLLM again.
 _OPTIONS = {
     "data-parallel-size": len(REPLICAS),
     "distributed-executor-backend": "uni",
@@ -46,7 +46,7 @@ def answers_of_replicas(
         hits: Expected number of loaded tokens of each question.
 
     Returns:
-        The first and the last answers of each replica, by what they are.
+        The first and the last answers of each replica, by description.
     """
     directory.mkdir(parents=True)
     config = directory / "cache.yaml"
@@ -66,7 +66,7 @@ def answers_of_replicas(
 
 
 def _until_loaded(server: Serving, question: Question, replica: int, hit: int) -> Answer:
-    """The first answer with a hit as long as expected, or after a deadline the last one: writes may end later."""
+    """Return the first answer with a hit of the expected length, or after a deadline the last one: writes may be late."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         answer = _ask(server, question, replica)

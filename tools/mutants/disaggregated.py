@@ -34,7 +34,7 @@ DISAGGREGATED = (
         TEST_WAITER,
     ),
     Mutation(
-        "disaggregated: a promise of another prompt is believed",
+        "disaggregated: a promise of another prompt is accepted",
         PROMISE,
         'return "" if digests[1] == self.end else',
         'return "" if self.end else',

@@ -11,7 +11,7 @@ TEST_SERVER = ("tests/web/test_server.py",)
 
 WEB = (
     Mutation(
-        "web: any token opens",
+        "web: any token is accepted",
         HTTP,
         "hmac.compare_digest(given, known) for known",
         "True for known",
@@ -25,28 +25,28 @@ WEB = (
         TEST_SERVER,
     ),
     Mutation(
-        "web: beyond the loopback nobody has to say a token",
+        "web: no token is required beyond the loopback",
         "lmcache_async/config/model.py",
         "and self.token_file is None and not",
         "and False and not",
         TEST_SERVER,
     ),
     Mutation(
-        "web: who says nothing stays for ever",
+        "web: silent clients are never disconnected",
         SERVER,
         "asyncio.timeout(self._timeout_s)",
         "asyncio.timeout(9999)",
         TEST_SERVER,
     ),
     Mutation(
-        "web: connections have no bound",
+        "web: the number of connections is unlimited",
         SERVER,
         "len(self._connections) >= self._max_connections",
         "False",
         TEST_SERVER,
     ),
     Mutation(
-        "web: a name of somebody else's rules the terminal",
+        "web: control characters in names reach the terminal",
         "lmcache_async/cli/output.py",
         'letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"',
         "letter",

@@ -55,7 +55,7 @@ def main() -> None:
             try:
                 uvloop.run(store(bench, Path(path), int(max_bytes), int(first)))
             finally:
-                os._exit(3)  # it is to be killed, not to end
+                os._exit(3)  # must be killed, not exit
         _, status = os.waitpid(child, 0)
         os.write(1, f"dead {status}\n".encode())
 
