@@ -141,7 +141,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
     cache.num_gpu_blocks = setup.num_blocks
     if any(group.state for group in setup.groups):
         cache.mamba_cache_mode = "align"
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         cache_config=cache,
         parallel_config=ParallelConfig(
@@ -162,6 +162,8 @@ def vllm_config(setup: Setup) -> VllmConfig:
         if setup.kv_events
         else None,
     )
+    config.scheduler_config.async_scheduling = setup.overlapped  # vLLM's CPU platform turns it off
+    return config
 
 
 def kv_cache_config(setup: Setup) -> KVCacheConfig:
