@@ -385,10 +385,10 @@ class Pool:
 
         def evictable(block: Block) -> bool:
             nonlocal tries
-            if not tries or not self._may_take(owner, block, {}):
+            if not self._may_take(owner, block, {}):
                 return False
             tries -= 1
-            return bool(self._around(owner, block, wanted, kept))
+            return tries < 0 or bool(self._around(owner, block, wanted, kept))  # below 0 it ends the search
 
         oldest: list[Block] = []
         for tenant in self._tenants.values():
@@ -396,6 +396,8 @@ class Pool:
             if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
                 continue  # not even its smallest record, so its records need no scan
             found = tenant.policy.oldest(_among(tenant, evictable))
+            if tries < 0:
+                break
             if found is not None:
                 oldest.append(tenant.records[found])
         if not oldest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from lmcache_async.daemon import pool as pool_module
 from lmcache_async.daemon.allocator import RangeAllocator
 from lmcache_async.daemon.config import TenantOptions
-from lmcache_async.daemon.pool import MAX_TENANTS, Block, Pool
+from lmcache_async.daemon.pool import MAX_TENANTS, MAX_TRIES, Block, Pool
 from lmcache_async.testing.records import key_of
+from lmcache_async.tiers.eviction import LRUPolicy
+from lmcache_async.types import ChunkKey
 
 PAGE = 4096
 
@@ -250,12 +252,21 @@ def test_a_neighbour_that_the_new_chunk_continues_is_not_evicted() -> None:
     assert held(pool) == [0, 1, 10, 13, 14]
 
 
-def test_a_record_that_no_neighbours_make_room_for_is_refused_after_a_bounded_search() -> None:
+def test_a_record_that_no_neighbours_make_room_for_is_refused_after_a_bounded_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = pool_of(2000)
     put(pool, range(2000))
     slots = [pool.lease("t", key_of(number)) for number in range(0, 2000, 2)]
+    oldest, examined = LRUPolicy.oldest, list[ChunkKey]()
+
+    def count(policy: LRUPolicy, evictable: Callable[[ChunkKey], bool]) -> ChunkKey | None:
+        return oldest(policy, lambda key: examined.append(key) or evictable(key))
+
+    monkeypatch.setattr(LRUPolicy, "oldest", count)
 
     assert put(pool, [5000], pages=2) == []
+    assert len(examined) == MAX_TRIES + 1
     assert put(pool, [5001]) == [5001]
     assert put(pool, [5002], pages=2001) == []
     assert all(slots)
