@@ -310,7 +310,7 @@ def _tiers(
         else:
             notes.append(
                 f"{remote.place}: remote_url: {scheme}:// needs a tier plug-in named {' or '.join(names)};"
-                " none is installed and this version brings none"
+                " none is installed and this version includes none"
             )
     if not used:
         return []

@@ -42,7 +42,7 @@ EXTRA = "kv_connector_extra_config"
 LMCACHE_FILE = VARIABLE_PREFIX + CONFIG_FILE
 _DEFAULTS = Origin("defaults")
 _NOTHING = EngineConfig().model_copy(update={"tiers": ()})
-_ADVICE = {key: f"it is LMCache's, here it is {supported.key}" for key, supported in SUPPORTED.items()}
+_ADVICE = {key: f"it is a key of LMCache; use {supported.key}" for key, supported in SUPPORTED.items()}
 
 
 @dataclass(frozen=True, slots=True)

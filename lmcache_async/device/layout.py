@@ -281,7 +281,7 @@ def _guess_order(name: str, shape: Sequence[int], block_size: int | None) -> str
         readings = ["BND"]
     if len(readings) == 1:
         return readings[0]
-    problem = f"could be {' or '.join(readings)}" if readings else "is of no form that we know"
+    problem = f"could be {' or '.join(readings)}" if readings else "has an unknown form"
     raise ValueError(
         f"{title(name)}: shape {tuple(shape)} with block_size={block_size} {problem}; "
         f"set order= to one letter for each dimension (B block, N token in its block, other letters content)"

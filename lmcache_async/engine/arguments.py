@@ -80,7 +80,7 @@ def check_arguments(call: str, given: RequestArguments, *others: str) -> Argumen
         if name in RequestArguments.__annotations__:
             continue
         if name in _ELSEWHERE:
-            advice = f"it is LMCache's, but here {_ELSEWHERE[name]}"
+            advice = f"it is an argument of LMCache; {_ELSEWHERE[name]}"
         elif choice := nearest(name, names):
             advice = f"did you mean {choice!r}?"
         else:

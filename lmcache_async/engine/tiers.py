@@ -116,8 +116,8 @@ class LayerMaker:
         )
         if in_arena and not layer_class.fits_arena:
             raise ConfigError(
-                f"{spec.where}: a tier in host memory answers at once and shares its buffers with all readers; take"
-                f" the layer {spec.name!r} out of its `layers`"
+                f"{spec.where}: a tier in host memory answers at once and shares its buffers with all readers; remove"
+                f" the layer {spec.name!r} from its `layers`"
             )
         options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
         context = LayerContext(

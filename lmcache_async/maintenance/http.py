@@ -114,4 +114,4 @@ class JSONClient:
             return RequestError(f"{url}: the server does not speak HTTP: {error!r}", permanent=True)
         number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
         why = os.strerror(number) if number and number > 0 else cause
-        return RequestError(f"nothing answers at {url}: {why}; {self._hint}")
+        return RequestError(f"no server answers at {url}: {why}; {self._hint}")

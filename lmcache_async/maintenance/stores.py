@@ -182,7 +182,7 @@ class TierStore(OfflineStore):
                 return found
             except TimeoutError as error:
                 raise TierUnavailableError(
-                    f"{self.name} listed {len(found)} keys, and then gave no answer in {self._timeout_s} s"
+                    f"{self.name} listed {len(found)} keys, and then did not answer in {self._timeout_s} s"
                 ) from error
 
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:

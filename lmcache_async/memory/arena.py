@@ -157,7 +157,7 @@ class Arena:
             return Buffer(slabs[0], nbytes)
         if self._closed:
             raise BudgetExceededError("the arena is closed")
-        raise BudgetExceededError(f"none of {self.num_slabs} slabs came free within {timeout_s} s")
+        raise BudgetExceededError(f"none of {self.num_slabs} slabs became free within {timeout_s} s")
 
     async def lease_many(self, sizes: Sequence[int], *, timeout_s: float) -> list[Buffer]:
         """Lease slabs for as many leading `sizes` as become free within `timeout_s`, possibly none.

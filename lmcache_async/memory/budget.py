@@ -123,7 +123,7 @@ class ByteBudget:
         """
         _check(nbytes)
         if nbytes > self._used:
-            raise RuntimeError(f"{nbytes} bytes given back, but only {self._used} are reserved")
+            raise RuntimeError(f"{nbytes} bytes released, but only {self._used} are reserved")
         self._used -= nbytes
         self._serve()
 

@@ -289,7 +289,7 @@ class Buffer:
         if self.released:
             if self.owner is not None:
                 return
-            raise RuntimeError(f"the lease of slab {self._slab.index} was given back twice")
+            raise RuntimeError(f"the lease of slab {self._slab.index} was released twice")
         self.released = True
         if self._views is not None:
             self._end_views(self._views)

@@ -106,11 +106,13 @@ class RecordCipher:
             raise ChunkCorruptError("the record is not encrypted", cause="unencrypted")
         if envelope_bytes != ENVELOPE_BYTES or not len(record) == len(into) == record_bytes:
             raise ChunkCorruptError(
-                f"{len(record)} bytes for a record that says {record_bytes}", cause="length"
+                f"the record has {len(record)} bytes, its envelope says {record_bytes}", cause="length"
             )
         ours = self._keys.get(key_id)
         if ours is None:
-            raise ChunkCorruptError(f"the record's key {key_id.hex()} is none of ours", cause="cipher_key")
+            raise ChunkCorruptError(
+                f"the record is encrypted with the unknown key {key_id.hex()}", cause="cipher_key"
+            )
         from cryptography.exceptions import InvalidTag
 
         cipher = ours.record_cipher(nonce).decryptor()
@@ -122,7 +124,7 @@ class RecordCipher:
         try:
             cipher.finalize_with_tag(tag)
         except InvalidTag:
-            message = f"the record of key {key.hex()} is not what was encrypted for it"
+            message = f"the record of key {key.hex()} cannot be decrypted: its tag is wrong"
             raise ChunkCorruptError(message, cause="tag") from None
 
 
@@ -135,9 +137,11 @@ def check_encrypted(record: memoryview) -> None:
     _, record_bytes = peek_sizes(record)
     checksum = envelope_checksum(record)
     if len(record) != record_bytes:
-        raise ChunkCorruptError(f"{len(record)} bytes for a record that says {record_bytes}", cause="length")
+        raise ChunkCorruptError(
+            f"the record has {len(record)} bytes, its envelope says {record_bytes}", cause="length"
+        )
     if xxhash.xxh3_128_digest(record[ENVELOPE_BYTES:]) != checksum:
-        raise ChunkCorruptError("the encrypted record is not what was written", cause="checksum")
+        raise ChunkCorruptError("the checksum of the encrypted record is wrong", cause="checksum")
 
 
 def is_encrypted(first_page: memoryview) -> bool:

@@ -128,7 +128,7 @@ def _read_prefix(view: memoryview, *, encrypted: bool = False) -> tuple[int, int
         raise corrupt("length", f"{len(view)} bytes do not hold a record's first page")
     magic, version, header_bytes, packed_bytes, payload_bytes, checksum = PREFIX.unpack_from(view)
     if magic != MAGIC:
-        raise corrupt("magic", "the bytes do not start as a record")
+        raise corrupt("magic", "the bytes do not start with the magic of a record")
     if version == VERSION | ENCRYPTED and not encrypted:
         raise corrupt("encrypted", "the record is encrypted, and this engine has no key")
     if version & ~ENCRYPTED != VERSION:

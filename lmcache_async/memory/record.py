@@ -269,7 +269,7 @@ def verify(
     if header.layout != format.layout or header.dtype != format.dtype:
         raise corrupt("layout", f"the record is {header.dtype} {header.layout}, not {format.layout}")
     if payload and xxhash.xxh3_128_digest(view[header.header_bytes :]) != header.checksum:
-        raise corrupt("checksum", f"the payload of key {chunk.key.hex()} is not what was sealed")
+        raise corrupt("checksum", f"the payload checksum of key {chunk.key.hex()} is wrong")
     return header
 
 
@@ -298,12 +298,12 @@ def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
         header = read_header(first)
         start, checksum = header.header_bytes, header.checksum
         if header.key != key:
-            raise corrupt("key", f"record {key.hex()} says it is of key {header.key.hex()}")
+            raise corrupt("key", f"the header of record {key.hex()} has the key {header.key.hex()}")
     left, digest = _digest(first[start:], rest, record_bytes - start)
     if left:
         raise corrupt("length", f"record {key.hex()} ends {left} bytes early")
     if digest != checksum:
-        raise corrupt("checksum", f"record {key.hex()}: it is not what was sealed")
+        raise corrupt("checksum", f"record {key.hex()}: the payload checksum is wrong")
     return record_bytes
 
 

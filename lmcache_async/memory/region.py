@@ -65,7 +65,7 @@ class Region:
                 memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
         except (OSError, ValueError) as error:  # ValueError: the file is shorter
             what = "arena.max_bytes" if fd is None else "shared memory"
-            raise ConfigError(f"{what}: {nbytes} bytes of host memory are not to be had") from error
+            raise ConfigError(f"{what}: cannot allocate {nbytes} bytes of host memory") from error
         # Child processes do not use the memory, and a fork must not share pages that a device writes to.
         memory.madvise(mmap.MADV_DONTFORK)
         if huge_pages:
@@ -144,7 +144,9 @@ class Region:
             if libc.madvise(start, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) != 0:
                 # No fallback: writing to each page could overwrite the data of a lease.
                 self._prefault = False
-                logger.info("no prefault (%s); pages come on first use", os.strerror(ctypes.get_errno()))
+                logger.info(
+                    "no prefault (%s); pages are allocated on first use", os.strerror(ctypes.get_errno())
+                )
                 return
 
     def _pin(self, address: int, length: int) -> bool:

@@ -202,7 +202,7 @@ def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None
 def _check_result(info: StageInfo, result: object) -> None:
     """Raise TypeError if the result of a stage is not of the annotated type."""
     if isinstance(info.gives, type) and not isinstance(result, info.gives):
-        raise TypeError(f"stage {info.name!r} gave {type(result).__name__}, not {info.gives.__name__}")
+        raise TypeError(f"stage {info.name!r} returned {type(result).__name__}, not {info.gives.__name__}")
 
 
 _CAUSES: dict[type[LMCacheAsyncError], str] = {

@@ -117,7 +117,7 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
             wanted[parameter.name] = resources[parameter.name]
         elif parameter.default is parameter.empty:
             raise ChainError(
-                f"stage {name!r} asks for {parameter.name!r}; an engine has {', '.join(sorted(resources))}"
+                f"stage {name!r} requests {parameter.name!r}; an engine has {', '.join(sorted(resources))}"
             )
     return typing.cast("Stage[Any, Any]", target(**wanted))
 

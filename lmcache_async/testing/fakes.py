@@ -268,7 +268,7 @@ class FaultyTier(ForwardingTier):
 _NONE = Fault("delay")
 _VERBS: dict[FaultKind, str] = {"lie": "contains", "flip": "get", "cut": "get"}
 _RAISED: dict[FaultKind, tuple[type[Exception], str]] = {
-    "error": (TierUnavailableError, "the backend is away at"),
+    "error": (TierUnavailableError, "the backend is unavailable at"),
     "refuse": (TierError, "the backend refuses"),
     "bug": (RuntimeError, "a bug at"),
 }
@@ -276,7 +276,7 @@ _RAISED: dict[FaultKind, tuple[type[Exception], str]] = {
 
 def unavailable() -> TierError:
     """Return an error as a tier raises it when its backend is unavailable."""
-    return TierError("the backend is away")
+    return TierError("the backend is unavailable")
 
 
 class DictConfig(TierConfig):

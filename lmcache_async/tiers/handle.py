@@ -316,7 +316,7 @@ class TierHandle:
         report = await self._guarded("scrub", lambda: self._tier.scrub(max_bytes_per_s=max_bytes_per_s))
         if isinstance(report, ScrubReport):
             return report
-        raise self._convert("scrub", ContractError(f"scrub gave {type_text(report)}, not a ScrubReport"))
+        raise self._convert("scrub", ContractError(f"scrub returned {type_text(report)}, not a ScrubReport"))
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """Iterate over all stored keys, in no order. Has no deadline; no layer applies."""
@@ -331,7 +331,7 @@ class TierHandle:
         try:
             while (key := await self._guarded("keys", read)) is not None:
                 if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-                    error = ContractError(f"keys gave {key!r:.100}, not {KEY_BYTES} bytes")
+                    error = ContractError(f"keys returned {key!r:.100}, not {KEY_BYTES} bytes")
                     raise self._convert("keys", error)
                 yield ChunkKey(key)
         finally:
@@ -496,7 +496,7 @@ class TierHandle:
             return None
         if isinstance(found, kind):
             return found
-        self._report(name, f"{name} gave {type(found).__name__}, not {kind.__name__}")
+        self._report(name, f"{name} returned {type(found).__name__}, not {kind.__name__}")
         return None
 
     def _convert(self, verb: str, error: BaseException) -> TierError | BudgetExceededError:
@@ -530,7 +530,7 @@ class TierHandle:
             if isinstance(result, Buffer):
                 state = "released" if result.released else "not of this call's allocate"
                 text = f"a buffer that is {state}"
-            result = ContractError(f"{verb} gave {text}")
+            result = ContractError(f"{verb} returned {text}")
         return cast("TierError", self._convert(verb, result))  # as for every TierError
 
     def _report(self, cause: str, text: str) -> None:

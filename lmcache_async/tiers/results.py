@@ -120,26 +120,26 @@ def check_flag(verb: str, result: object) -> bool:
         return result
     if isinstance(result, np.bool_) or (isinstance(result, int) and result in {0, 1}):
         return bool(result)
-    raise ContractError(f"{verb} gave {type_text(result)}, not a bool")
+    raise ContractError(f"{verb} returned {type_text(result)}, not a bool")
 
 
 def check_count(verb: str, result: object, most: int | None = None) -> int:
     """Convert a count from 0 to `most`, without limit if that is None. Anything else is a ContractError."""
     if isinstance(result, bool) or not isinstance(result, int | np.integer):
-        raise ContractError(f"{verb} gave {type_text(result)}, not an int")
+        raise ContractError(f"{verb} returned {type_text(result)}, not an int")
     found = int(result)
     if found < 0 or (most is not None and found > most):
         limit = "" if most is None else f", at most {most}"
-        raise ContractError(f"{verb} gave {found}, expected 0 or more{limit}")
+        raise ContractError(f"{verb} returned {found}, expected 0 or more{limit}")
     return found
 
 
 def check_list(verb: str, results: object, count: int) -> list[object]:
     """Check that the result is a list with one element for each of `count` chunks. Else it is a ContractError."""
     if not isinstance(results, list | tuple | np.ndarray):
-        raise ContractError(f"{verb} gave {type_text(results)}, not a list")
+        raise ContractError(f"{verb} returned {type_text(results)}, not a list")
     if len(results) != count:
-        raise ContractError(f"{verb} gave {len(results)} answers for {count} chunks")
+        raise ContractError(f"{verb} returned {len(results)} answers for {count} chunks")
     return list(results)
 
 

@@ -326,7 +326,7 @@ class TierStack:
             outside = [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
         elif self._encrypted and self.leaves_memory:
             raise ChainError(
-                "encryption is on, but a stage of store.stages gives `write` no encrypted records"
+                "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
         stored: list[list[TierError | None]] = [[] for _ in items]
         queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]

@@ -46,7 +46,7 @@ class RemoteHost:
     def end(self) -> Any:
         while b"\n" not in self._left:
             assert select.select([self.channel], [], [], ANSWER_S)[0], (
-                f"a host gave no answer in {ANSWER_S} s"
+                f"a host did not answer in {ANSWER_S} s"
             )
             piece = self.channel.recv(1 << 16)
             assert piece, "a host has ended"

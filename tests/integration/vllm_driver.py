@@ -218,7 +218,7 @@ class Engine:
 
     def _receive(self) -> Any:
         if not select.select([self._channel, self._process], [], [], DEADLINE_S)[0]:
-            raise self._failure(f"gave no answer in {DEADLINE_S:.0f} s")
+            raise self._failure(f"did not answer in {DEADLINE_S:.0f} s")
         line = self._stream.readline() if select.select([self._channel], [], [], 0)[0] else ""
         if not line:
             raise self._failure("ended")

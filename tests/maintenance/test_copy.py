@@ -365,7 +365,7 @@ async def test_a_destination_that_stops_answering_ends_the_copy():
         store_of(DictTier(records=sealed([10] * 3))) as source,
         store_of(Silent(records=into), timeout_s=0.1) as destination,
     ):
-        with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
+        with pytest.raises(TierUnavailableError, match=r"did not answer in 0\.1 s"):
             await copy(source, destination, Meter())
 
     assert len(into) == 1

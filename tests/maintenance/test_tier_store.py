@@ -38,7 +38,7 @@ class Silent(DictTier):
 @pytest.mark.parametrize("verb", ["keys", "get"])
 async def test_a_tier_that_stops_answering_ends_the_run(verb):
     async with store_of(Silent(verb, records=sealed([10] * 4)), timeout_s=0.1) as target:
-        with pytest.raises(TierUnavailableError, match=r"gave no answer in 0\.1 s"):
+        with pytest.raises(TierUnavailableError, match=r"did not answer in 0\.1 s"):
             await verify(target, Meter())
 
 

@@ -39,7 +39,7 @@ async def test_a_late_call_is_an_error_at_the_deadline_and_gives_its_buffer_back
     tier = guard(inner, timeout_s=0.01)
     with (
         arena.lease_nowait(10) as buffer,
-        pytest.raises(TierUnavailableError, match=r"'t': put_many gave no answer in 0.01 s"),
+        pytest.raises(TierUnavailableError, match=r"'t': put_many did not answer in 0.01 s"),
     ):
         await tier.put(KEY, buffer)
     while tier.late_calls:
@@ -248,7 +248,7 @@ async def test_a_layer_with_too_many_results_is_an_error_and_the_buffers_are_rel
     inner = fill(DictTier(), 1)
     tier = LayeredTier(inner, _Broken(twice))
 
-    with pytest.raises(TierError, match="get_many gave 2 answers for 1 chunks"):
+    with pytest.raises(TierError, match="get_many returned 2 answers for 1 chunks"):
         await tier.get_many(list(inner.records), allocator(arena))
 
 
@@ -389,7 +389,7 @@ async def test_a_layer_that_hangs_ends_at_the_deadline_wherever_it_is():
         [_Broken(lambda call, next: next(call)), breaker, _Broken(hangs)],
     ):
         tier = LayeredTier(DictTier(), *layers, timeout_s=3)
-        with pytest.raises(TierUnavailableError, match=r"'t': contains_many gave no answer in 3 s"):
+        with pytest.raises(TierUnavailableError, match=r"'t': contains_many did not answer in 3 s"):
             await tier.contains(KEY)
 
 

@@ -72,7 +72,7 @@ async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_a
     asked = len(inner.calls)
 
     with pytest.raises(
-        TierSuspendedError, match=r"tier 't': its breaker is open for reads; the next try is in 5.0 s"
+        TierSuspendedError, match=r"tier 't': its breaker is open for reads; the next probe is in 5.0 s"
     ):
         await tier.get(KEYS[0], allocator(arena))
     assert len(inner.calls) == asked
@@ -130,7 +130,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
     probe = asyncio.ensure_future(tier.get(KEYS[0], allocator(arena)))
     await asyncio.sleep(0)
 
-    with pytest.raises(TierSuspendedError, match="its breaker is open for reads; its probes are under way"):
+    with pytest.raises(TierSuspendedError, match="its breaker is open for reads; its probes are running"):
         await tier.get(KEYS[1], allocator(arena))
     with pytest.raises(TierSuspendedError):
         await tier.contains(KEYS[1])
@@ -251,7 +251,7 @@ async def test_a_write_that_misses_the_tiers_deadline_has_failed():
     tier = broken_by(inner, timeout_s=10)
     for _ in range(2):
         inner.told.append(HANG)
-        with pytest.raises(TierUnavailableError, match="gave no answer in 10"):
+        with pytest.raises(TierUnavailableError, match="did not answer in 10"):
             await tier.remove(KEYS[0])
 
     assert states(tier)[2] is OPEN

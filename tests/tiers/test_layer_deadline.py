@@ -61,7 +61,7 @@ async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
     inner.told.append(HANG)
     tier = bounded(inner, **BOUNDS)
     start = now()
-    with pytest.raises(TierUnavailableError, match=rf"tier 't': {verb} gave no answer in {after}.0 s"):
+    with pytest.raises(TierUnavailableError, match=rf"tier 't': {verb} did not answer in {after}.0 s"):
         await call(tier, "put" if verb == "put_many" else verb, arena)
     assert now() - start == pytest.approx(after)
     assert await tier.drain(timeout_s=1)
@@ -75,7 +75,7 @@ async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
     start = now()
 
     assert taken(await tier.get(key(1), allocator(arena))) == content(1)
-    with pytest.raises(TierUnavailableError, match=r"get_many gave no answer in 30.0 s"):
+    with pytest.raises(TierUnavailableError, match=r"get_many did not answer in 30.0 s"):
         await tier.get_many([key(1)], allocator(arena))
     assert now() - start == pytest.approx(59)
 

@@ -82,7 +82,7 @@ async def test_errors_strike_single_chunks_of_a_batch(arena):
     "verb", ["contains", "contains_many", "count_prefix", "get", "put", "remove", "reject"]
 )
 async def test_every_verb_fails_when_the_dice_say_so(arena, verb):
-    with pytest.raises(TierUnavailableError, match=r"tier 't': \w+ fails on purpose"):
+    with pytest.raises(TierUnavailableError, match=r"tier 't': injected failure of \w+"):
         await call(faulty(error=1), verb, arena)
 
 
@@ -220,4 +220,4 @@ async def test_a_warning_before_the_tier_opens_names_the_layer_and_its_options(a
 
     [warning] = caplog.records
     assert warning.levelname == "WARNING"
-    assert "tier 't': the layer 'l' injects faults on purpose ({'seed': 4, 'error': 0.1})" in warning.message
+    assert "tier 't': the layer 'l' injects faults ({'seed': 4, 'error': 0.1})" in warning.message

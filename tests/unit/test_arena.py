@@ -85,7 +85,7 @@ async def test_a_deadline_ends_only_its_own_wait(arena: Arena) -> None:
     await turns(1)
     patient = lease(arena)
 
-    with pytest.raises(BudgetExceededError, match=r"none of 4 slabs came free within 0.001 s"):
+    with pytest.raises(BudgetExceededError, match=r"none of 4 slabs became free within 0.001 s"):
         await late
     buffers.pop().release()
     (await patient).release()

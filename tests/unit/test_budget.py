@@ -68,7 +68,7 @@ async def test_giving_back_twice_is_an_error() -> None:
     assert budget.reserve_nowait(4)
     budget.release(4)
 
-    with pytest.raises(RuntimeError, match="4 bytes given back, but only 0 are reserved"):
+    with pytest.raises(RuntimeError, match="4 bytes released, but only 0 are reserved"):
         budget.release(4)
 
 

@@ -78,5 +78,5 @@ def test_a_stage_class_gets_the_resources_it_names():
 
 
 def test_an_unknown_resource_is_named_with_those_there_are():
-    with pytest.raises(ChainError, match="stage 'needs' asks for 'arena'; an engine has copier, stack"):
+    with pytest.raises(ChainError, match="stage 'needs' requests 'arena'; an engine has copier, stack"):
         build_stage("needs", NeedsArena, {"stack": None, "copier": None})

@@ -246,7 +246,7 @@ def test_a_remote_url_without_a_tier_is_a_warning(load, scheme):
 
     assert tiers(config) == [("cpu", {})]
     assert f"\n  LMCACHE_REMOTE_URL: remote_url: {scheme}:// needs a tier plug-in named {scheme}" in warning
-    assert "none is installed and this version brings none" in warning
+    assert "none is installed and this version includes none" in warning
 
 
 @pytest.mark.parametrize(("scheme", "name"), [("lm", "lm"), ("mooncakestore", "mooncake")])

@@ -163,7 +163,7 @@ async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
 
     assert message == (
         f"{EXTRA}: tiers[0] (cpu), layers[1] ({name}): a tier in host memory answers at once and shares its"
-        f" buffers with all readers; take the layer {name!r} out of its `layers`"
+        f" buffers with all readers; remove the layer {name!r} from its `layers`"
     )
 
 

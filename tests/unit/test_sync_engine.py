@@ -256,7 +256,7 @@ def test_slots_of_minus_one_are_not_written_and_the_mask_says_so(engine, paged, 
             "tenant",
             "expected one of kv_caches, kvcaches, slot_mapping, req_id, cache_salt, lora, tags, request_configs",
         ),
-        ("offset", "it is LMCache's, but here leading tokens are skipped with the mask"),
+        ("offset", "it is an argument of LMCache; leading tokens are skipped with the mask"),
     ],
 )
 @pytest.mark.parametrize("verb", ["store", "retrieve", "lookup", "prefetch"])

@@ -153,7 +153,7 @@ async def test_a_stage_with_a_result_of_the_wrong_type_fails_the_request_and_is_
         with pytest.raises((TypeError, ExceptionGroup)) as caught:
             await call
         causes = caught.value.exceptions if isinstance(caught.value, ExceptionGroup) else [caught.value]
-        assert f"stage '{stage}' gave NoneType, not " in str(causes[0])
+        assert f"stage '{stage}' returned NoneType, not " in str(causes[0])
         switch.on = False
         assert (await engine.retrieve(TOKENS, SLOTS)).all()
         assert leased(engine) == 0

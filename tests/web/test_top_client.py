@@ -42,7 +42,7 @@ def test_no_answer_is_an_error_message() -> None:
     code, shown = call(f"127.0.0.1:{port}", "--once")
 
     assert code == 1
-    assert f"nothing answers at http://127.0.0.1:{port}/status.json: Connection refused" in shown
+    assert f"no server answers at http://127.0.0.1:{port}/status.json: Connection refused" in shown
     assert "Traceback" not in shown
 
 
@@ -60,8 +60,8 @@ def test_no_answer_is_an_error_message() -> None:
         ("http", b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 2, "answered 404"),
         ("http", b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", 1, "answered 503"),
         ("http", b"-ERR unknown command\r\n\r\n", 2, "does not speak HTTP"),
-        ("http", b"SSH-2.0", 1, "nothing answers"),
-        ("http", b"", 1, "nothing answers"),
+        ("http", b"SSH-2.0", 1, "no server answers"),
+        ("http", b"", 1, "no server answers"),
         ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", 1, "wrong version number"),
     ],
     ids=range(9),

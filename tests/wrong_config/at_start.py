@@ -135,7 +135,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
     ),
     (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory"),
-    (lambda _: allocate_shared(1 << 62), "shared memory: 4611686018427387904 bytes of host memory are not to be had"),
+    (lambda _: allocate_shared(1 << 62), "shared memory: cannot allocate 4611686018427387904 bytes of host memory"),
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
     (
         socket_is_a_directory,
@@ -179,7 +179,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         lambda folder: weights_fingerprint(folder, mode="half"),  # type: ignore[arg-type]
         "fingerprint mode 'half' is unknown; expected sampled or full",
     ),
-    (open_base, "vllm.socket_dir: {dir} has mode 0777, so anybody may replace what is in it: take others' permission to write (chmod o-w), set the sticky bit (chmod +t) or name another directory"),
+    (open_base, "vllm.socket_dir: {dir} has mode 0777, so other users may replace its content: remove the write permission of others (chmod o-w), set the sticky bit (chmod +t) or name another directory"),
     (open_private_directory, "vllm.socket_dir: {dir}/lmcache-async-{user} must be a directory of user {user} with mode 0700; remove it or name another directory"),
     (private_directory_is_a_file, "vllm.socket_dir: cannot make {dir}/lmcache-async-{user}: [Errno 17] File exists: '{dir}/lmcache-async-{user}'"),
     (long_base, "vllm.socket_dir: {dir}/{long}/lmcache-async-{user}/{engine}-0.sock is longer than the 100 bytes that a socket's path may have; name a shorter directory"),
@@ -193,7 +193,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: RecordCipher([b"short"]), "encryption needs keys of 32 bytes"),
     (
         lambda _: Region(1 << 60, grain_bytes=4096, pin=False, pin_device=None, huge_pages=False, prefault=False),
-        "arena.max_bytes: 1152921504606846976 bytes of host memory are not to be had",
+        "arena.max_bytes: cannot allocate 1152921504606846976 bytes of host memory",
     ),
     (lambda _: EncryptStage(None, None, None, EngineConfig(), None), "store.stages: encrypt has no key; set encryption.key_file"),  # type: ignore[arg-type]
     (lambda _: DecryptStage(None, None, None, EngineConfig(), None), "retrieve.stages: decrypt has no key; set encryption.key_file"),  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('vllm: {prefill_tokens_per_s: .inf}', ['{file}, line 1: vllm.prefill_tokens_per_s is inf: expected a number above 0 and at most 1000000000000']),
     ('gpu: {store_priority: hi}', ["{file}, line 1: gpu.store_priority is 'hi': expected 'low' or 'high'; did you mean high?"]),
     ('tiers: [{name: cpu, layers: [metrics, metrics]}]', ["{file}, line 1: tiers[0].layers[1].id: layers[0] and layers[1] both have the id 'metrics'; give one of them another `id`"]),
-    ('tiers: [cpu, {name: cpu, id: two, layers: [retry]}]', ["{file}, line 1: tiers[1] (two), layers[0] (retry): a tier in host memory answers at once and shares its buffers with all readers; take the layer 'retry' out of its `layers`"]),
+    ('tiers: [cpu, {name: cpu, id: two, layers: [retry]}]', ["{file}, line 1: tiers[1] (two), layers[0] (retry): a tier in host memory answers at once and shares its buffers with all readers; remove the layer 'retry' from its `layers`"]),
     ('tiers: [{name: cpu, layers: 3}]', ['{file}, line 1: tiers[0].layers is 3: expected a list, such as ["a", "b"]']),
     ('tiers: [nothing]', ['{file}, line 1: tiers[0] (nothing): there is no tier nothing; there are: cpu, disk, host, mooncake, redis, s3, valkey']),
     ("tiers: [{name: peer, peers: ['h:1']}]", ["{file}, line 1: tiers[0] (peer): the tier peer and the daemon's server for it were removed in version 0.2; use the tier valkey, mooncake or s3 to share records between hosts"]),

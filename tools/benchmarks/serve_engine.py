@@ -253,7 +253,7 @@ class Engine:
             if self._process.poll() is not None:  # its workers may keep the pipe open
                 raise self._failure("ended")
             if time.monotonic() > deadline:
-                raise self._failure(f"gave no answer in {timeout_s:.0f} s")
+                raise self._failure(f"did not answer in {timeout_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise self._failure("ended")

@@ -236,7 +236,7 @@ class LoadPolicy:
             return "another vLLM has computed it for this one"
         if self._always:
             return "vllm.load_policy is always"
-        return "" if self.prefill.known else "how fast the model computes is not known yet"
+        return "" if self.prefill.known else "the prefill speed is not known yet"
 
     def _candidates(self, hit: Hit) -> list[int]:
         ends = [chunks * self._chunk_size for chunks, _ in hit.costs] if hit.divisible else []

@@ -555,7 +555,7 @@ class RankConnection:
             return
         identity = Identity.of(answer)
         if self._root not in (None, identity.root):
-            raise ValueError("the rank came back with another namespace")
+            raise ValueError("the rank reconnected with another namespace")
         self._root = identity.root
         self.identity = identity
         self._closed_by_peer = False

@@ -104,7 +104,7 @@ class Identity:
             ValueError: The protocol version differs, or a field is invalid.
         """
         if message.get("protocol") != PROTOCOL:
-            raise ValueError(f"the rank speaks protocol {message.get('protocol')!r:.40}, we speak {PROTOCOL}")
+            raise ValueError(f"the rank speaks protocol {message.get('protocol')!r:.40}, expected {PROTOCOL}")
         match message:
             case {
                 "root": bytes(root),
@@ -250,8 +250,8 @@ def _check_base(base: Path) -> None:
         raise ConfigError(f"vllm.socket_dir: {base} is no directory")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigError(
-            f"vllm.socket_dir: {base} has mode {stat.S_IMODE(mode):04o}, so anybody may replace what is in it:"
-            " take others' permission to write (chmod o-w), set the sticky bit (chmod +t) or name another directory"
+            f"vllm.socket_dir: {base} has mode {stat.S_IMODE(mode):04o}, so other users may replace its content:"
+            " remove the write permission of others (chmod o-w), set the sticky bit (chmod +t) or name another directory"
         )
 
 

@@ -286,7 +286,7 @@ class BreakerLayer(Layer):
     def _suspended(self, kind: Kind, now: float) -> TierSuspendedError:
         self._log_change(kind)
         wait_s = self._circuits[kind].wait_s(now)
-        when = f"the next try is in {wait_s:.1f} s" if wait_s else "its probes are under way"
+        when = f"the next probe is in {wait_s:.1f} s" if wait_s else "its probes are running"
         return TierSuspendedError(f"tier {self.context.tier!r}: its breaker is open for {kind}s; {when}")
 
     def _log_change(self, kind: Kind) -> None:

@@ -94,7 +94,7 @@ class DeadlineLayer(Layer):
         return task.result()
 
     def _late_error(self, call: Call, seconds: float) -> TierUnavailableError:
-        return TierUnavailableError(f"tier {self.context.tier!r}: {call.verb} gave no answer in {seconds} s")
+        return TierUnavailableError(f"tier {self.context.tier!r}: {call.verb} did not answer in {seconds} s")
 
     def _abandon(self, task: asyncio.Future[Results]) -> None:
         self._late.add(task)

@@ -136,7 +136,7 @@ class FaultsLayer(Layer):
     def bind(self, arena: Arena) -> None:
         self.context.logger.report(
             f"{self.context.tier}.{self.context.layer}",
-            "tier %r: the layer %r injects faults on purpose (%s); take it out of the tier's `layers` to end that",
+            "tier %r: the layer %r injects faults (%s); remove it from the tier's `layers` to stop them",
             self.context.tier,
             self.context.layer,
             self._faults.model_dump(exclude_defaults=True),
@@ -204,7 +204,7 @@ class FaultsLayer(Layer):
 
     def _error(self, verb: str) -> TierError | None:
         if self._hits(verb, "error"):
-            return TierUnavailableError(f"tier {self.context.tier!r}: {verb} fails on purpose")
+            return TierUnavailableError(f"tier {self.context.tier!r}: injected failure of {verb}")
         return None
 
     def _spoil(self, result: Result, damage: Damage | None) -> None:

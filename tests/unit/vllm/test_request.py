@@ -153,7 +153,7 @@ def test_each_decision_has_a_reason() -> None:
     [
         ({"always": True}, 9.0, False, ("load", "vllm.load_policy is always")),
         ({}, 9.0, True, ("load", "another vLLM has computed it for this one")),
-        ({"tokens_per_s": None}, 9.0, False, ("load", "how fast the model computes is not known yet")),
+        ({"tokens_per_s": None}, 9.0, False, ("load", "the prefill speed is not known yet")),
         ({}, 0.1, False, ("load", "0.601 s to the first token, 1.001 s without loading")),
     ],
 )
