@@ -186,7 +186,7 @@ def test_a_batch_needs_the_device_twice_and_the_host_once():
 
 
 async def test_a_cache_with_other_content_ends_the_benchmark():
-    with pytest.raises(RuntimeError, match="came back otherwise"):
+    with pytest.raises(RuntimeError, match="differs from the stored one"):
         await rows_of(SMALL, FakeGpu(mover=LossyMover))
 
 

@@ -85,7 +85,7 @@ def test_a_lease_given_back_twice_is_an_error_and_ends_no_other_one(arena: Arena
         buffer.release()
 
         assert buffer.released
-        with pytest.raises(RuntimeError, match="given back twice"):
+        with pytest.raises(RuntimeError, match="released twice"):
             buffer.release()
         other.view[:] = b"x" * 100
 

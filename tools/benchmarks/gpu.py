@@ -216,7 +216,7 @@ class Copies:
             storage.zero_()
         await self.paged(IN, chunks)()
         if not all(map(torch.equal, storages, kept)):
-            raise RuntimeError("a cache came back otherwise than it was")
+            raise RuntimeError("the loaded cache differs from the stored one")
 
     def nbytes(self, chunks: int) -> int:
         return chunks * self.layout.payload_bytes(self.chunk_blocks)

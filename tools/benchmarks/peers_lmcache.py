@@ -153,7 +153,7 @@ class Engine:
             torch.equal(tensor.view(torch.int16), kept.view(torch.int16))
             for tensor, kept in zip(self._cache.tensors, before, strict=True)
         ):
-            raise RuntimeError("the cache came back otherwise than it was")
+            raise RuntimeError("the loaded cache differs from the stored one")
 
 
 class RowConnector(GPUConnectorInterface):  # type: ignore[misc, unused-ignore]
