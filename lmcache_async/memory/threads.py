@@ -28,6 +28,15 @@ class WorkerPool(ThreadPoolExecutor):
         future.add_done_callback(call.forget)  # a cancelled call stays in the queue until a thread takes it
         return future
 
+    def _adjust_thread_count(self) -> None:
+        """Start a thread for a call that `submit` has queued, if it can be started or there is no other."""
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:  # "can't start new thread"
+            if not self._threads:
+                self._work_queue.get_nowait()  # or a later thread would run the call unawaited
+                raise
+
 
 class _Call(Generic[T]):
     """Runs a function at most once and drops the references to it and its arguments."""
@@ -59,8 +68,11 @@ async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
 
 async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -> list[T]:
     """Run the functions on the executor and return their results, or raise the first error. See `in_thread`."""
-    calls = [executor.submit(function) for function in functions]
-    await wait_ended(*calls)
+    calls: list[Future[T]] = []
+    try:
+        calls.extend(map(executor.submit, functions))
+    finally:  # if one is refused, those before it use their buffers
+        await wait_ended(*calls)
     try:
         return list(map(Future.result, calls))  # no frame refers to a single call
     finally:

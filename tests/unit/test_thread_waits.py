@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from lmcache_async.memory.threads import WorkerPool, in_thread, run_shielded, wait_done, wait_ended
+from lmcache_async.memory.threads import (
+    WorkerPool,
+    in_thread,
+    in_threads,
+    run_shielded,
+    wait_done,
+    wait_ended,
+)
 from lmcache_async.testing.steps import turns
 
 
@@ -50,6 +57,62 @@ async def cancelled_often(task: asyncio.Task[str]) -> None:
     for _ in range(3):
         task.cancel()
         await turns(5)
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_running_threads_take_a_call_for_which_no_other_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with WorkerPool(2) as workers:
+        gated = Gated()
+        first = workers.submit(gated)
+        monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+        second = workers.submit(str, "second")
+        gated.may_end.set()
+
+        assert (first.result(30), second.result(30)) == ("done", "second")
+
+
+def test_a_call_that_is_refused_because_there_is_no_thread_is_not_run_later(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    with monkeypatch.context() as failing:
+        failing.setattr(threading.Thread, "start", refuse_to_start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(calls.append, "first")
+    pool.submit(calls.append, "second").result(30)
+
+    assert calls == ["second"]
+
+
+async def test_a_call_that_has_begun_is_awaited_if_the_next_one_is_refused(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated, begun = Gated(), []
+    submit = pool.submit
+
+    def submit_once(call: Callable[[], str]) -> Future[str]:
+        if begun:
+            raise RuntimeError("shut down")
+        begun.append(submit(call))
+        return begun[0]
+
+    monkeypatch.setattr(pool, "submit", submit_once)
+    task = asyncio.ensure_future(in_threads(pool, [gated, gated]))
+    await turns(1)
+    await until_running(begun[0])
+    await turns(5)
+    is_done = task.done()
+    gated.may_end.set()
+    with pytest.raises(RuntimeError, match="shut down"):
+        await task
+
+    assert not is_done
+    assert gated.ended
 
 
 async def test_in_thread_returns_the_result_or_raises_the_error(pool: WorkerPool) -> None:
