@@ -31,7 +31,7 @@ _REFUSED = (
 _NO_BUCKET = "the bucket does not exist: create it, or check url, region and endpoint"
 _REDIRECTED = "the bucket is in another region or at another endpoint: check region and endpoint"
 _CURES = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
-"""What to do about a response, by its status."""
+"""Advice for error responses, by status."""
 
 
 def open_store(config: S3Config) -> ObjectStore:

@@ -39,7 +39,7 @@ _TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What this vLLM does, from its `kv_role` and the configuration.
+    """Roles of this vLLM, from its `kv_role` and the configuration.
 
     Attributes:
         hands_over: Another vLLM continues every request.

@@ -654,7 +654,7 @@ class RankEngine:
         return self._server.tcp_address if self._server is not None else None
 
     def take_report(self, step: int) -> WorkerReport:
-        """What has happened since the last call, in the report of this step."""
+        """Report of this step: all events since the last call."""
         transfers = self.transfers
         notices = self._notices.take() if self._notices is not None else ()
         return WorkerReport(transfers.take_copied(), transfers.take_unshared(), notices, step)
