@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 from typing import TYPE_CHECKING
@@ -130,8 +131,9 @@ class CpuCopier:
         queue = PartQueue(parts, self.layout.num_planes, progress.advance)
         del parts, copy
         progress.accept_help(queue.work)
-        for _ in range(self._helpers):
-            self._executor.submit(_work_beside, queue, progress.core)
+        with contextlib.suppress(RuntimeError):  # no thread can be started; the waiting thread copies
+            for _ in range(self._helpers):
+                self._executor.submit(_work_beside, queue, progress.core)
         late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
         try:
             await wait_all([asyncio.wrap_future(queue.done)], on_cancel=queue.withdraw)
@@ -142,8 +144,11 @@ class CpuCopier:
         """Copy a load that no thread has waited for."""
         if self._closed:
             queue.withdraw()
-        else:
+            return
+        try:
             self._executor.submit(queue.work)
+        except RuntimeError:  # no thread can be started
+            queue.work()
 
     def _copy(
         self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool, stream: bool

@@ -281,6 +281,28 @@ async def test_a_load_without_helpers_is_copied_after_a_while(layers, monkeypatc
     assert is_filled(cache, [0, 3])
 
 
+@pytest.mark.parametrize("alone_s", [0, 3600])
+async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monkeypatch, alone_s):
+    cache, copier = layers
+    copier._helpers = 1
+    progress = Told(4)
+
+    def refuse(call, *args):
+        raise RuntimeError("can't start new thread")
+
+    def waiter():
+        if alone_s:
+            progress.wait(4, deadline=time.monotonic() + LONG_S)
+
+    monkeypatch.setattr(cpu, "ALONE_S", alone_s)
+    monkeypatch.setattr(copier._executor, "submit", refuse)
+    async with asyncio.timeout(LONG_S):
+        await scatter_while_waiting(copier, copy_jobs(cache.layout, [0, 3]), progress, waiter)
+
+    assert progress.told == [1, 2, 3, 4]
+    assert is_filled(cache, [0, 3])
+
+
 async def test_an_empty_load_is_written_in_all_planes(layers, monkeypatch):
     _, copier = layers
     monkeypatch.setattr(cpu, "ALONE_S", 0)
