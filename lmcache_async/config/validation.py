@@ -144,7 +144,7 @@ def is_secret(key: str) -> bool:
 
 
 def without_secrets(value: object, name: str = "") -> object:
-    """Return the value with secrets replaced by `***`, as told by its name and the names of keys in it.
+    """Return the value with secrets replaced by `***`, depending on its name and the names of its keys.
 
     None, booleans and empty values are kept.
     """

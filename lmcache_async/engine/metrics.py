@@ -30,7 +30,7 @@ class EngineStatistics:
             "<tier id>.<event>.<cause>".
         pinned_chunks: Chunks pinned by lookups.
         running: Running stores and retrieves.
-        late_calls: Calls of tiers that have not ended although their callers gave up. They keep their leases
+        late_calls: Abandoned calls of tiers that have not ended. They keep their leases
             until they end.
         in_arena: Ids of tiers that keep chunks in the arena, without a copy.
     """

@@ -454,7 +454,7 @@ class RankConnection:
         self._waiting: dict[int, asyncio.Future[Message | None]] = {}
         self._next_id = 0
         self._root: bytes | None = None
-        self._closed_by_peer = False  # the rank said goodbye and has not come back
+        self._closed_by_peer = False  # the rank closed the connection and has not reconnected
 
     def set_address(self, address: Address) -> None:
         self._address = address

@@ -70,7 +70,7 @@ class RequestOptions:
             return DEFAULT_OPTIONS
         tags = params.get("tags")
         usable = tags is None or isinstance(tags, dict)
-        if not usable:  # without the tags the request's KV would be shared with everybody
+        if not usable:  # without the tags the request's KV would be shared with all requests
             logger.report(
                 "tags",
                 "kv_transfer_params: tags is a %s; expected an object of names and values; the request is neither"
