@@ -25,6 +25,9 @@ LARGE_ROW_BYTES = 32 << 10
 of overhead and releases the GIL.
 """
 
+LONG_RUN_BYTES = 128 << 10
+"""Average size of runs of consecutive rows from which NumPy copies each run by one call."""
+
 UNLOCKED_ITEMS = 512
 """Rows of one call for which NumPy releases the GIL; it does not for up to 500."""
 
@@ -65,17 +68,28 @@ class RowGroup(PlaneGroup):
         if compiled is not None:
             compiled.copy(self._memory, where, payload, self.row_bytes, to_host, stream, digest)
             return
-        copy = self._copy_large if self.row_bytes >= LARGE_ROW_BYTES else self._copy_small
         for start, stop in segments(where):
-            copy(where[start:stop], payload[start * self.row_bytes : stop * self.row_bytes], to_host=to_host)
+            self._copy_present(
+                where[start:stop], payload[start * self.row_bytes : stop * self.row_bytes], to_host=to_host
+            )
 
-    def _copy_large(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
-        size, memory = self.row_bytes, self._memory
-        for place, start in zip(range(0, len(payload), size), where.tolist(), strict=True):
+    def _copy_present(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
+        size = self.row_bytes
+        first = np.concatenate(([0], np.flatnonzero(np.diff(where) != size) + 1))
+        if size >= LARGE_ROW_BYTES or len(payload) >= LONG_RUN_BYTES * len(first):
+            self._copy_runs(where[first], first * size, payload, to_host=to_host)
+        else:
+            self._copy_small(where, payload, to_host=to_host)
+
+    def _copy_runs(self, where: Int64s, places: Int64s, payload: Payload, *, to_host: bool) -> None:
+        """Copy runs of consecutive rows from the offsets `where` to `places` in the payload, or back."""
+        memory, stops = self._memory, [*places[1:].tolist(), len(payload)]
+        for start, place, stop in zip(where.tolist(), places.tolist(), stops, strict=True):
+            run = slice(start, start + stop - place)
             if to_host:
-                payload[place : place + size] = memory[start : start + size]
+                payload[place:stop] = memory[run]
             else:
-                memory[start : start + size] = payload[place : place + size]
+                memory[run] = payload[place:stop]
 
     def _copy_small(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
         size, item = self.row_bytes, f"V{self.row_bytes}"

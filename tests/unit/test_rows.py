@@ -160,6 +160,7 @@ def test_without_the_module_rows_of_any_size_and_stride_come_to_their_places(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "compiled", None)
         patch.setattr(rows, "LARGE_ROW_BYTES", 1 if large else 1 << 20)
+        patch.setattr(rows, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 2 * size, 1 << 20])))
         patch.setattr(rows, "STEP_BYTES", step_bytes)
         patch.setattr(rows, "UNLOCKED_ITEMS", 3)
         group = rows.RowGroup(memory.copy(), [Plane(0, base, size, Rows(stride))], 0)
@@ -170,3 +171,19 @@ def test_without_the_module_rows_of_any_size_and_stride_come_to_their_places(
     assert (group._shift is not None) == aligned
     assert np.array_equal(gathered, expected_payload)
     assert np.array_equal(group._memory, expected_memory)
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatch, to_host):
+    monkeypatch.setattr(rows, "compiled", None)
+    size = 4096
+    per_run = rows.LONG_RUN_BYTES // size
+    memory, payload = noise(4 * rows.LONG_RUN_BYTES, 1), noise(2 * rows.LONG_RUN_BYTES, 2)
+    group = rows.RowGroup(memory, [Plane(0, 0, size, Rows(size))], 0)
+    monkeypatch.setattr(group, "_copy_small", lambda *_, **__: pytest.fail("copied row by row"))
+    second, first = np.arange(per_run) * size, (np.arange(per_run) + 2 * per_run) * size
+
+    group.copy(np.concatenate((first, second)), payload, to_host=to_host, stream=False)
+
+    runs = np.concatenate([memory[each[0] : each[-1] + size] for each in (first, second)])
+    assert np.array_equal(payload, runs)
