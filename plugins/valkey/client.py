@@ -76,9 +76,12 @@ async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -
 
 
 async def run_at_node(
-    topology: Topology, node: Node, name: bytes, run: Callable[[Connection], Awaitable[T | ErrorReply]]
+    topology: Topology, name: bytes, run: Callable[[Connection], Awaitable[T | ErrorReply]]
 ) -> T:
     """Run a command for the name on a connection to its node, and follow redirects."""
+    [node] = await topology.route([name])
+    if isinstance(node, TierError):
+        raise node
     asking = False
     for _ in range(MAX_REDIRECTS):
         try:

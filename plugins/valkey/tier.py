@@ -109,8 +109,8 @@ class ValkeyTier(Tier):
         """Get each key; nodes fail independently of each other."""
         with read_results(len(keys)) as results, self._call() as topology:
 
-            async def one(node: Node, position: int) -> None:
-                await set_read_result(results, position, self._get(topology, node, keys[position], allocate))
+            async def one(position: int) -> None:
+                await set_read_result(results, position, self._get(topology, keys[position], allocate))
 
             await self._by_node(topology, keys, results, one)
         return results
@@ -124,8 +124,8 @@ class ValkeyTier(Tier):
         results: list[TierError | None] = [None] * len(items)
         with self._call() as topology:
 
-            async def one(node: Node, position: int) -> None:
-                await set_write_result(results, position, self._put(topology, node, *items[position]))
+            async def one(position: int) -> None:
+                await set_write_result(results, position, self._put(topology, *items[position]))
 
             await self._by_node(topology, [key for key, _ in items], results, one)
         return results
@@ -213,7 +213,7 @@ class ValkeyTier(Tier):
     def _name(self, key: ChunkKey) -> bytes:
         return self._prefix + key.hex().encode()
 
-    async def _get(self, topology: Topology, node: Node, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+    async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         name, most = self._name(key), self._max_record_bytes
 
         async def fitting(nbytes: int) -> Buffer:
@@ -228,29 +228,32 @@ class ValkeyTier(Tier):
             return connection.fetch(encode(b"GET", name), fitting)
 
         try:
-            return await run_at_node(topology, node, name, run)
+            return await run_at_node(topology, name, run)
         except ChunkCorruptError as error:
             self._corrupt[error.cause] += 1
             await ask_each(topology, b"UNLINK", [name])  # later lookups are misses too
             return None
 
-    async def _put(self, topology: Topology, node: Node, key: ChunkKey, buffer: Buffer) -> None:
+    async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
         name = self._name(key)
         head, tail = encode_around((b"SET", name), buffer.nbytes, self._expiry)
 
         def run(connection: Connection) -> Awaitable[Reply]:
             return connection.store(head, buffer.view, tail)
 
-        await run_at_node(topology, node, name, run)
+        await run_at_node(topology, name, run)
 
     async def _by_node(
         self,
         topology: Topology,
         keys: Sequence[ChunkKey],
         results: list[T | TierError | None],
-        one: Callable[[Node, int], Awaitable[None]],
+        one: Callable[[int], Awaitable[None]],
     ) -> None:
-        """Run `one` for each position, with as many concurrent calls per node as it has connections."""
+        """Run `one` for each position, with as many concurrent calls per node as it has connections.
+
+        Each record is routed again when its turn comes: the node may have failed or changed meanwhile.
+        """
         by_node: dict[Node, list[int]] = {}
         nodes: Sequence[Node | TierError]
         try:
@@ -263,12 +266,12 @@ class ValkeyTier(Tier):
             else:
                 by_node.setdefault(node, []).append(position)
 
-        async def work(node: Node, left: Iterator[int]) -> None:
+        async def work(left: Iterator[int]) -> None:
             for position in left:
-                await one(node, position)
+                await one(position)
 
         async with asyncio.TaskGroup() as group:
-            for node, positions in by_node.items():
+            for positions in by_node.values():
                 left = iter(positions)
                 for _ in range(min(len(positions), self._config.connections)):
-                    group.create_task(work(node, left))
+                    group.create_task(work(left))

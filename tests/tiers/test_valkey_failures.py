@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import (
     BudgetExceededError,
     TierClosedError,
@@ -20,6 +23,9 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
+from lmcache_async.plugins.valkey.config import ValkeyConfig
+from lmcache_async.plugins.valkey.node import Node
+from lmcache_async.plugins.valkey.topology import SingleServer
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
@@ -257,6 +263,35 @@ async def test_a_new_master_is_found_by_sentinel(server: Server, arena: Arena, a
 def _knows_replica(sentinel: Server) -> bool:
     replicas = sentinel.ask("SENTINEL", "REPLICAS", "kv")
     return isinstance(replicas, list) and len(replicas) == 1
+
+
+async def test_the_rest_of_a_batch_is_sent_to_the_new_master(
+    server: Server, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FailingOver(SingleServer):
+        failed = False
+
+        async def _find(self) -> Node:
+            return self.node(self._endpoints[self.failed])
+
+        def note_failure(self) -> None:
+            self.failed = True
+
+    async with ValkeyTier(settings := config(server.tcp_url, connections=1)) as tier:
+        assert await put(tier, arena, 1, 2, 3) == [None] * 3
+    both = settings.address
+    dead = Endpoint("127.0.0.1", free_port())
+    monkeypatch.setattr(ValkeyConfig, "address", replace(both, endpoints=(dead, *both.endpoints)))
+    tier = ValkeyTier(settings)
+    tier._opened = topology = FailingOver(tier._access)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(tier.__aexit__)
+        assert await get(tier, allocate, 1, 2, 3) == ["TierUnavailableError", "hit", "hit"]
+        assert topology.failed
+        topology.failed = False
+        puts = await put(tier, arena, 1, 2, 3)
+        assert isinstance(puts[0], TierUnavailableError)
+        assert puts[1:] == [None, None]
 
 
 async def test_a_master_unknown_to_the_sentinels_is_reported(server: Server) -> None:
