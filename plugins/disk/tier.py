@@ -585,6 +585,8 @@ class RecordStore:
                     self.index.restore(key, entry)
                 else:
                     self.index.forget(entry)
+        if future.cancelled():
+            raise _withdrawn()
         if error is not None:
             raise TierUnavailableError(f"cannot delete records of {self.directory.root}: {error}") from error
         return len(entries)
@@ -601,6 +603,8 @@ class RecordStore:
                 self.index.add_undeletable(key, entry)
             else:
                 self.index.forget(entry)
+        if future.cancelled():
+            raise _withdrawn()
         if error is not None:
             self._logger.report(
                 "reject", "cannot delete %s: %s; it is not served again", self._path(key), error
@@ -609,6 +613,10 @@ class RecordStore:
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self.directory.root}/{self.directory.record_name(key)}"
+
+
+def _withdrawn() -> TierClosedError:
+    return TierClosedError("the disk tier was closed before the record was deleted")
 
 
 def _open_store(config: DiskConfig, threads: DiskThreads, max_record_bytes: int) -> RecordStore:

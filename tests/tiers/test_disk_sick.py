@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import HandleTier
@@ -209,6 +209,34 @@ async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_
     await writing
     buffer.release()
     await reopened(config, holds=1)
+
+
+async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(
+    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "pwrite")
+    tier = DiskTier(config.model_copy(update={"io_threads": 1}))
+    await tier.__aenter__()
+    with record(arena, 1) as first, record(arena, 2) as second:
+        await tier.put(key_of(1), first)
+        await tier.put(key_of(2), second)
+    buffer = record(arena, 3)
+    gate.shut()
+    writing = asyncio.ensure_future(tier.put(key_of(3), buffer))
+    await gate.reached()
+    removing = asyncio.ensure_future(tier.remove(key_of(1)))
+    rejecting = asyncio.ensure_future(tier.reject(key_of(2), "payload"))
+    await turns()
+    closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
+    await turns()
+    closing.cancel()
+    results = await asyncio.gather(removing, rejecting, closing, return_exceptions=True)
+    gate.open()
+    await writing
+    buffer.release()
+
+    assert [type(result) for result in results] == [TierClosedError, TierClosedError, asyncio.CancelledError]
+    await reopened(config, holds=3)
 
 
 async def test_the_handle_closes_a_stuck_tier_within_its_deadline(
