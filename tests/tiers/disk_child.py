@@ -130,10 +130,13 @@ def own(path: str, ready: str) -> None:
 
     async def do() -> None:
         async with DiskTier(DiskConfig(path=path, max_bytes=1 << 20)):
+            forked, reached = os.pipe()
             child = os.fork()
             if child == 0:
+                os.write(reached, b".")  # the directory is closed here by now
                 signal.pause()
                 os._exit(0)
+            os.read(forked, 1)
             say(f"{ready} {os.getpid()} {child}")
             signal.pause()
 
