@@ -47,12 +47,15 @@ async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -
             replies = [topology.classify(node, error)] * len(asked)
         for position, reply in zip(positions, replies, strict=True):
             answers[position] = reply
-            if isinstance(reply, ErrorReply):
-                further = topology.follow(names[position], reply)
-                if further is None:
-                    answers[position] = refusal(node.where, reply)
-                else:
-                    routes.setdefault(further, []).append(position)
+
+    def redirect(node: Node, position: int) -> None:
+        reply = answers[position]
+        if isinstance(reply, ErrorReply):
+            further = topology.follow(names[position], reply)
+            if further is None:
+                answers[position] = refusal(node.where, reply)
+            else:
+                routes.setdefault(further, []).append(position)
 
     for position, node in enumerate(await topology.route(names)):
         if isinstance(node, TierError):
@@ -68,6 +71,9 @@ async def ask_each(topology: Topology, command: bytes, names: Sequence[bytes]) -
             async with asyncio.TaskGroup() as group:
                 for (node, asking), positions in current.items():
                     group.create_task(ask(node, asking, positions))
+        for (node, _), positions in current.items():
+            for position in positions:
+                redirect(node, position)
         if not routes:
             return answers
     for position in (position for positions in routes.values() for position in positions):

@@ -23,9 +23,11 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
+from lmcache_async.plugins.valkey.client import ask_each
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.node import Node
-from lmcache_async.plugins.valkey.topology import SingleServer
+from lmcache_async.plugins.valkey.node import Access, Node
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
+from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Allocate
@@ -340,3 +342,25 @@ async def test_closing_ends_a_call_that_is_connecting() -> None:
 
 async def allocate_nothing(nbytes: int) -> Buffer:
     raise BudgetExceededError(f"no {nbytes} bytes for this test")
+
+
+async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_itself(
+    server: Server,
+) -> None:
+    class Moved(Node):
+        async def call(self, message: bytes, count: int) -> list[Reply]:
+            self._on_failure()
+            return [ErrorReply("MOVED", "MOVED 1 127.0.0.1:1")] * count
+
+    settings = config(server.tcp_url, mode="cluster")
+    topology = Cluster(Access(settings, (), None))
+    first, second = (Moved(Endpoint("127.0.0.1", port), topology._access, topology.close) for port in (1, 2))
+    topology._nodes = {node.endpoint: node for node in (first, second)}
+    topology._table, topology._stale = [first.endpoint] * 8192 + [second.endpoint] * 8192, False
+    names = [
+        next(name for name in map(b"%d".__mod__, range(99)) if slot_of(name) // 8192 == half)
+        for half in (0, 1)
+    ]
+
+    with pytest.raises(TierClosedError):
+        await ask_each(topology, b"EXISTS", names)
