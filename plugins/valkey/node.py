@@ -92,19 +92,22 @@ class Node:
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         """Reserve a connection for one record. It is closed afterwards if it is out of step."""
-        async with self._slots:
-            connection: Connection | None = None
-            try:
-                connection = self._take_free() or await self._connect()
-                yield connection
-            except TierUnavailableError as error:
-                self._note(error)
-                raise
-            finally:
-                if connection is not None and connection.idle:
-                    self._free.append(connection)
-                elif connection is not None:
-                    connection.abort()
+        seconds = self._config.transfer_timeout_s
+        async with deadline(seconds, self.where, "free connection", "transfer_timeout_s"):
+            await self._slots.acquire()
+        connection: Connection | None = None
+        try:
+            connection = self._take_free() or await self._connect()
+            yield connection
+        except TierUnavailableError as error:
+            self._note(error)
+            raise
+        finally:
+            self._slots.release()
+            if connection is not None and connection.idle:
+                self._free.append(connection)
+            elif connection is not None:
+                connection.abort()
 
     def close(self, why: TierError) -> None:
         """Close all connections. Calls under way and later ones fail with the error."""

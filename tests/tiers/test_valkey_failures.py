@@ -364,3 +364,17 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
 
     with pytest.raises(TierClosedError):
         await ask_each(topology, b"EXISTS", names)
+
+
+async def test_a_record_waits_for_a_free_connection_until_the_deadline(server: Server) -> None:
+    settings = config(server.tcp_url, connections=1, transfer_timeout_s=0.05)
+    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    async with node.connection():
+        with pytest.raises(TierUnavailableError, match="no free connection within transfer_timeout_s"):
+            async with asyncio.timeout(SLACK_S), node.connection():
+                pass
+        assert not node.failed
+    async with node.connection() as connection:
+        assert connection.idle
+    node.close(TierClosedError("closed"))
+    await node.wait_closed()
