@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -34,9 +35,13 @@ class Door:
         async with asyncio.timeout(DEADLINE_S):
             await self._waiting.wait()
 
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Callable[[], None]
+    ) -> None:
+        """Pass bytes until `reader` ends, and call `seen` for each piece when it arrives."""
         passed = 0
         while piece := await reader.read(_PIECE):
+            seen()
             if not self._open.is_set():
                 self._waiting.set()
                 await self._open.wait()
@@ -57,8 +62,8 @@ class Proxy:
         answers: The direction to the client.
         refuses: Whether new connections are reset.
         answer: Sent for every request instead of the server's answer, if not empty.
-        connections: Number of open connections.
-        most_connections: Maximum of `connections`.
+        most_waiting: Maximum number of connections with a request whose answer has not begun. A client may have more
+            connections: one that it opened ahead, or one whose end has not arrived here.
     """
 
     def __init__(self, server_port: int, *, tls: ssl.SSLContext | None = None) -> None:
@@ -66,8 +71,8 @@ class Proxy:
         self.answers = Door()
         self.refuses = False
         self.answer = b""
-        self.connections = 0
-        self.most_connections = 0
+        self.most_waiting = 0
+        self._waiting: set[asyncio.StreamWriter] = set()
         self._server_port = server_port
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,8 +111,6 @@ class Proxy:
         task.add_done_callback(lambda _: _abort(writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self.most_connections = max(self.connections, self.most_connections)
         try:
             with contextlib.suppress(OSError, ExceptionGroup, asyncio.IncompleteReadError):
                 if self.answer:
@@ -117,15 +120,21 @@ class Proxy:
                 else:
                     await self._pass_on(reader, writer)
         finally:
-            self.connections -= 1
+            self._waiting.discard(writer)
             writer.transport.abort() if not self.answer else writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def asked() -> None:
+            self._waiting.add(writer)
+            self.most_waiting = max(len(self._waiting), self.most_waiting)
+
         there, back = await asyncio.open_connection("127.0.0.1", self._server_port)
         try:
             pumps = {
-                asyncio.ensure_future(self.requests.pump(reader, back)),
-                asyncio.ensure_future(self.answers.pump(there, writer)),
+                asyncio.ensure_future(self.requests.pump(reader, back, asked)),
+                asyncio.ensure_future(
+                    self.answers.pump(there, writer, lambda: self._waiting.discard(writer))
+                ),
             }
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)

@@ -148,7 +148,7 @@ async def test_no_more_requests_are_under_way_than_asked_for(
                 buffer.release()
 
         assert answers[1] == 4
-        assert 1 < proxy.most_connections <= 3
+        assert 1 < proxy.most_waiting <= 3
 
 
 async def test_a_forked_child_cannot_use_what_it_inherited(
