@@ -173,7 +173,7 @@ class Copier:
     async def _copy(
         self, stored: StoredRecord, destinations: Sequence[OfflineStore], workers: Executor
     ) -> int:
-        """Copy one record. Return its length in bytes; 0 if it was not copied."""
+        """Copy one record. Return the bytes that were read of it, without a header that was read alone."""
         counts, nbytes = self.counts, stored.nbytes
         if self._ended:
             counts.skipped += 1
@@ -181,7 +181,8 @@ class Copier:
         if self.selection.patterns and (self.source.reads_headers or self.dry_run):
             info = await examine(self.source, stored, self.selection, header_only=True)
             if info.cause:
-                return self._leave(info)
+                self._leave(info)
+                return 0
             nbytes = nbytes or info.record_bytes
         if self.dry_run:
             self.planned += self._reserve(nbytes)
@@ -191,24 +192,25 @@ class Copier:
         except TierUnavailableError:
             raise
         except TierError as error:
-            return self._leave(RecordInfo(stored, cause=ERROR, message=str(error)))
+            self._leave(RecordInfo(stored, cause=ERROR, message=str(error)))
+            return 0
         if buffer is None:
-            return self._leave(RecordInfo(stored, cause=GONE))
+            counts.gone += 1
+            return 0
         with buffer:
             info = await in_thread(workers, functools.partial(self.verify, stored, iter([buffer.view])))
+            nbytes = info.record_bytes or buffer.nbytes
             if info.cause:
-                return self._leave(info)
-            nbytes = info.record_bytes
-            if not self._reserve(nbytes):  # before the next await: other records are being copied
-                return 0
-            buffer.resize(nbytes)  # without the padding
-            written = [
-                await self._write(destination, stored, buffer, workers) for destination in destinations
-            ]
-        if not any(written):
-            counts.bytes -= nbytes
-            return 0
-        counts.encrypted += bool(info.key_id)
+                self._leave(info)
+            elif self._reserve(nbytes):  # before the next await: other records are being copied
+                buffer.resize(nbytes)  # without the padding
+                written = [
+                    await self._write(destination, stored, buffer, workers) for destination in destinations
+                ]
+                if any(written):
+                    counts.encrypted += bool(info.key_id)
+                else:
+                    counts.bytes -= nbytes
         return nbytes
 
     def _reserve(self, nbytes: int) -> bool:
@@ -222,7 +224,7 @@ class Copier:
         counts.bytes += nbytes
         return True
 
-    def _leave(self, info: RecordInfo) -> int:
+    def _leave(self, info: RecordInfo) -> None:
         """Count a record that is not copied."""
         counts = self.counts
         if info.cause == GONE:
@@ -232,7 +234,6 @@ class Copier:
         else:
             counts.refused[info.cause] += 1
             info.list_in(counts.refused_records)
-        return 0
 
     async def _write(
         self, destination: OfflineStore, stored: StoredRecord, record: Buffer, workers: Executor

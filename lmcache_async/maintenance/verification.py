@@ -42,26 +42,27 @@ class Verification:
     passed_over: int = 0
     remedied: int = 0
 
-    def add(self, info: RecordInfo) -> int:
-        """Count a record and return the bytes that were read of it."""
+    def add(self, info: RecordInfo, *, reads_headers: bool) -> int:
+        """Count a record and return the bytes that were read of it, without a header that was read alone."""
         if info.cause == GONE:
             self.gone += 1
-        elif info.cause == PASSED_OVER:
-            self.passed_over += 1
-        elif info.cause == ERROR:
+            return 0
+        if info.cause == ERROR:
             self.errors += 1
             info.list_in(self.wrong_records)
+            return 0
+        nbytes = info.record_bytes or info.stored.nbytes
+        if info.cause == PASSED_OVER:
+            self.passed_over += 1
+            nbytes = 0 if reads_headers else nbytes
+        elif info.cause:
+            self.wrong[info.cause] += 1
+            info.list_in(self.wrong_records)
         else:
-            if info.cause:
-                self.wrong[info.cause] += 1
-                info.list_in(self.wrong_records)
-            else:
-                self.records += 1
-                self.encrypted += info.header is None
-            nbytes = info.record_bytes or info.stored.nbytes
-            self.bytes += nbytes
-            return nbytes
-        return 0
+            self.records += 1
+            self.encrypted += info.header is None
+        self.bytes += nbytes
+        return nbytes
 
 
 async def verify(
@@ -81,7 +82,7 @@ async def verify(
 
     async def work(stored: StoredRecord) -> int:
         info = await examine(store, stored, selection, cipher=cipher)
-        nbytes = report.add(info)
+        nbytes = report.add(info, reads_headers=store.reads_headers)
         if remedy is not None and info.damaged:
             if remedy == "remove":
                 await store.remove([stored.key])

@@ -8,7 +8,9 @@ import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.copy import copy
 from lmcache_async.maintenance.inspection import inspect
+from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.verification import verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
@@ -79,6 +81,19 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
 
     assert report.errors == 1
     assert "--max-record-bytes" in report.wrong_records[0]["message"]
+
+
+async def test_records_of_other_namespaces_count_against_the_rate():
+    """A tier has no method to read a header alone."""
+    records = sealed([10] * 3)
+    others, verified, copied = Selection(("model=other",)), Counts(), Counts()
+
+    async with store_of(DictTier(records=records)) as target, store_of(DictTier()) as destination:
+        report = await verify(target, verified, selection=others)
+        copies = await copy(target, destination, copied, selection=others)
+
+    assert report.passed_over == copies.passed_over == 3
+    assert verified.bytes == copied.bytes == report.bytes == sum(map(len, records.values()))
 
 
 async def test_items_are_started_in_order_and_concurrency_is_limited():
