@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
@@ -214,10 +215,13 @@ def _table(first: str) -> Table:
 
 
 def _name(text: str, width: int, style: str = "") -> Text:
-    """Return a name, shortened to the width."""
-    name = Text(plain(text), style=style)
-    name.truncate(width, overflow="ellipsis")
-    return name
+    """Return a name, shortened in the middle to the width: names often differ at their end."""
+    name = plain(text)
+    if cell_len(name) > width:
+        tail = (width - 1) // 2
+        end = set_cell_size(name[::-1], tail)[::-1].lstrip()
+        name = f"{set_cell_size(name, width - 1 - tail).rstrip()}…{end}"
+    return Text(name, style=style)
 
 
 def _name_width(width: int) -> int:
