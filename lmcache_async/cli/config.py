@@ -74,7 +74,7 @@ def show_command(
     notes: tuple[str, ...] = ()
     try:
         if daemon:
-            values = daemon_values(file, {} if file is not None else {"max_bytes": "1GiB"})
+            values, notes = daemon_values(file, {} if file is not None else {"max_bytes": "1GiB"})
         else:
             loaded = read_config(file, extra=_parse_extra(extra))
             values, notes = engine_values(loaded, Registry()), loaded.notes
@@ -102,7 +102,7 @@ def check_command(
 
     Plug-ins are imported and secret files are read, as by an engine. No connection is opened.
     """
-    found, notes = (check_daemon_file(file), ()) if daemon else check_file(file, _parse_extra(extra))
+    found, notes = check_daemon_file(file) if daemon else check_file(file, _parse_extra(extra))
     if as_json:
         print_json({"file": str(file), "problems": found, "notes": notes})
     else:
@@ -132,12 +132,12 @@ def check_file(
     return all_problems(loaded, registry or Registry()), loaded.notes
 
 
-def check_daemon_file(file: Path) -> list[str]:
-    """Return the errors of a daemon's configuration and of the files that it names."""
-    config, found, origin = survey_daemon_config(file, {})
-    if config is None:
-        return found
-    return [*found, *placed_lines(check_endpoint(config.http), origin.at)]
+def check_daemon_file(file: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Return the errors of a daemon's configuration and of the files that it names, and options without effect."""
+    config, found, notes, origin = survey_daemon_config(file, {})
+    if config is not None:
+        found += placed_lines(check_endpoint(config.http), origin.at)
+    return found, notes
 
 
 def _parse_extra(text: str | None) -> dict[str, Any] | None:
@@ -178,12 +178,12 @@ def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
     return values
 
 
-def daemon_values(file: Path | None, given: Mapping[str, Any]) -> list[Value]:
-    """Return all keys of the daemon's configuration."""
-    config, problems, origin = survey_daemon_config(file, given)
+def daemon_values(file: Path | None, given: Mapping[str, Any]) -> tuple[list[Value], tuple[str, ...]]:
+    """Return all keys of the daemon's configuration, and options without effect."""
+    config, problems, notes, origin = survey_daemon_config(file, given)
     if config is None or problems:
         raise ConfigError("\n".join(problems))
-    return [format_value(path, value, origin.places.get(path)) for path, value in flatten(config)]
+    return [format_value(path, value, origin.places.get(path)) for path, value in flatten(config)], notes
 
 
 def flatten(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -28,7 +29,11 @@ from lmcache_async.daemon.address import parse_user
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import REMOVED_TIERS
 
+logger = logging.getLogger(__name__)
+
 MIN_BYTES = 1 << 20
+_NO_EFFECT = {"segment_bytes": "records of all sizes share the memory of the pool"}
+"""Options of earlier versions without effect, and the reason."""
 _HOW_TO_GIVE_A_SIZE = "give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"
 
 
@@ -68,7 +73,7 @@ class DaemonConfig(BaseModel):
     Attributes:
         socket: Path of the socket for clients; by default one of this user, see `default_socket`.
         max_bytes: Size of the pool. It is shared memory, which counts against a container's limit.
-        segment_bytes: Without effect; accepted in configurations of earlier versions.
+        segment_bytes: Without effect; accepted, with a warning, in configurations of earlier versions.
         huge_pages: Request huge pages, if the kernel has them for shared memory.
         prefault: Touch all pages in the background after the start.
         allow_uids: Other users whose processes may connect. The socket's mode is then 0666, and the daemon checks users.
@@ -117,24 +122,27 @@ def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonCon
     Raises:
         ConfigError: The file cannot be read, or a key or a value is wrong; one line for each.
     """
-    config, problems, _ = survey_daemon_config(file, given)
+    config, problems, notes, _ = survey_daemon_config(file, given)
     if config is None or problems:
         raise ConfigError("\n".join(problems))
+    for note in notes:
+        logger.warning("no effect: %s", note)
     return config
 
 
 def survey_daemon_config(
     file: Path | None, given: Mapping[str, Any]
-) -> tuple[DaemonConfig | None, list[str], Origin]:
-    """Return the config from all valid values, one line for each error, and the origin of the file's keys.
+) -> tuple[DaemonConfig | None, list[str], tuple[str, ...], Origin]:
+    """Return the config from all valid values, and the origin of the file's keys.
 
-    The config is None if the file cannot be read.
+    Between them are one line for each error and one for each option without effect. The config is None if the file
+    cannot be read.
     """
     problems: list[str] = []
     try:
         content, origin = read_file(file, problems) if file is not None else ({}, Origin("options"))
     except ConfigError as error:
-        return None, [str(error)], Origin(str(file))
+        return None, [str(error)], (), Origin(str(file))
     options = {key: value for key, value in given.items() if value is not None}
     content |= options
     places: dict[KeyPath, str] = {(key,): f"--{key.replace('_', '-')}" for key in options}
@@ -153,7 +161,8 @@ def survey_daemon_config(
             problems.append(f"{origin.at(one['loc'])}: peer: {REMOVED_TIERS['peer']}")
         else:
             problems += explain([one], keys, origin)
-    return config, problems, origin
+    notes = tuple(f"{origin.at((key,))}: {key}: {why}" for key, why in _NO_EFFECT.items() if key in content)
+    return config, problems, notes, origin
 
 
 def _tenants_keys(content: Mapping[str, Any]) -> list[str]:

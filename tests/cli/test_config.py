@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from lmcache_async.cli.config import check_file, flatten, format_value
 from lmcache_async.config import EngineConfig
+from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.registry import Registry
 from tests.fuzz.test_config import names, values
 
@@ -185,6 +186,19 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     assert shown["tenants.chat.reserved_bytes"] == ("1GiB", f"{file}, line 4")
     assert shown["tenants.chat.max_bytes"] == ("none", "default")
     assert invoke("config", "check", file, "--daemon").exit_code == 0
+
+
+def test_an_option_of_the_daemon_without_effect_is_reported(invoke, tmp_path, caplog):
+    file = tmp_path / "host.yaml"
+    file.write_text("max_bytes: 2GiB\nsegment_bytes: 1MiB\n")
+    note = f"no effect: {file}, line 2: segment_bytes: records of all sizes share the memory of the pool"
+
+    for command in ("show", "check"):
+        result = invoke("config", command, file, "--daemon")
+
+        assert (result.exit_code, result.stderr) == (0, f"{note}\n")
+    assert load_daemon_config(file, {}).max_bytes == 2 << 30
+    assert caplog.messages == [note]
 
 
 @pytest.mark.parametrize(

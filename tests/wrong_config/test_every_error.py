@@ -73,7 +73,7 @@ def test_an_invalid_engine_config_is_reported(folder, text, lines):
 
 @pytest.mark.parametrize(("text", "lines"), DAEMON, ids=[text[:60] for text, _ in DAEMON])
 def test_an_invalid_daemon_config_is_reported(folder, text, lines):
-    assert check_daemon_file(written(folder, text)) == expected(folder, lines)
+    assert check_daemon_file(written(folder, text))[0] == expected(folder, lines)
 
 
 @pytest.mark.parametrize(("start", "text"), AT_START, ids=[text[:60] for _, text in AT_START])
@@ -123,7 +123,7 @@ def runs(folder: Path) -> Iterator[Callable[[], object]]:
     for text, _ in ENGINE:
         yield lambda text=text: checked(written(folder, text))
     for text, _ in DAEMON:
-        yield lambda text=text: check_daemon_file(written(folder, text))
+        yield lambda text=text: check_daemon_file(written(folder, text))[0]
     for extra, _ in table_of(errors.test_an_invalid_mapping_is_reported):
         yield lambda extra=extra: refused(extra=extra)
     for name, value, _ in table_of(errors.test_an_invalid_variable_is_reported):
