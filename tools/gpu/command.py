@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -16,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from tools.gpu.checkout import ROOT, environment, facts
+from tools.processes import run_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SPARE_S = 30.0
 """A part stops measuring this long before its time limit, to write its results."""
-
-END_S = 10.0
-"""Time between SIGTERM and SIGKILL of a part that exceeds its limit."""
 
 INTERPRETED_TESTS = ("tests/unit/test_copier_kernels.py", "tests/unit/test_copier_cuda.py")
 """Tests of the GPU code that need no GPU; with `--device cpu` they replace the GPU tests."""
@@ -159,27 +154,18 @@ def run_part(part: Part, options: Options, minutes: float) -> Ended:
     command = part.command(options, result, max(limit - SPARE_S, limit / 2))
     log = options.out / f"{part.name}.log"
     start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment(
-                options.out / "metadata",
-                device=options.device,
-                interpret=part.interpret and options.device == "cpu",
-            ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = "passed" if process.wait(limit) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            status = "time limit"
-        finally:
-            if process.poll() is None:
-                end_group(process)
+    exit_status = run_logged(
+        [sys.executable, *command],
+        log,
+        cwd=ROOT,
+        environment=environment(
+            options.out / "metadata",
+            device=options.device,
+            interpret=part.interpret and options.device == "cpu",
+        ),
+        timeout_s=limit,
+    )
+    status = "time limit" if exit_status is None else "failed" if exit_status else "passed"
     text = log.read_text(encoding="utf-8", errors="replace")
     try:
         measured = part.read(result)
@@ -188,16 +174,6 @@ def run_part(part: Part, options: Options, minutes: float) -> Ended:
         status = "failed" if status == "passed" else status
     seconds = round(time.monotonic() - start, 1)
     return Ended(part.name, status, seconds, " ".join(["python", *command]), text[-4000:], measured)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its children."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kind)
-            process.wait(END_S)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 def cuda_is_available() -> bool:

@@ -1,0 +1,50 @@
+"""Processes with a time limit, and their output in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+END_S = 10.0
+"""Time between SIGTERM and SIGKILL of a process that exceeds its limit."""
+
+
+def run_logged(
+    command: Sequence[str], log: Path, *, cwd: Path, environment: Mapping[str, str], timeout_s: float
+) -> int | None:
+    """Run a program and wait for it. After the time limit, end it and all of its children.
+
+    Args:
+        log: File for its output, which is replaced.
+
+    Returns:
+        Its exit status, or None if it exceeded the time limit.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, kind)
+            process.wait(END_S)
