@@ -188,7 +188,7 @@ class ArenaConfig(Section):
     max_bytes: Size = 4 * GIB
     """Host memory of the arena in each worker process, in bytes (8GiB, 500MB)."""
     huge_pages: Flag = True
-    """Ask the kernel for huge pages for the arena."""
+    """Ask the kernel for huge pages for the arena, and for the KV cache of an engine on a CPU."""
     prefault: Flag = True
     """Map the pages of the arena in the background at start, so that no store has to."""
 

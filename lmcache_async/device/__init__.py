@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_async.memory.region import request_huge_pages
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ def open_copiers(
     layouts: Sequence[KVLayout],
     *,
     threads: int = 2,
+    huge_pages: bool = False,
     staging_bytes: int = 64 << 20,
     store_priority: int = 0,
     load_priority: int = 0,
@@ -26,6 +29,8 @@ def open_copiers(
     Args:
         layouts: Layouts of paged KV caches on one device, at least one.
         threads: Number of copy threads. CPU only.
+        huge_pages: Request transparent huge pages for the KV caches, so that a load into blocks that were never used has
+            fewer page faults. CPU only.
         staging_bytes: Bytes of device memory for each direction. CUDA only.
         store_priority: Priority of the streams of stores; 0 is the lowest, -1 the next higher. CUDA only.
         load_priority: Priority of the streams of loads. CUDA only.
@@ -37,6 +42,9 @@ def open_copiers(
     if device.type == "cpu":
         from lmcache_async.device.cpu import CpuCopier, copy_threads
 
+        if huge_pages:
+            for storage in (storage for layout in layouts for storage in layout.storages):
+                request_huge_pages(storage.data_ptr(), storage.nbytes)
         pool = copy_threads(threads)
         return [CpuCopier(layout, threads=threads, pool=pool) for layout in layouts]
     if device.type == "cuda":

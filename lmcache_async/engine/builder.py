@@ -149,6 +149,7 @@ def build(
         copiers = open_copiers(
             [group.layout for group in groups],
             threads=config.copy_threads,
+            huge_pages=config.arena.huge_pages,
             staging_bytes=config.gpu.staging_bytes,
             store_priority=PRIORITIES[config.gpu.store_priority],
             load_priority=PRIORITIES[config.gpu.load_priority],

@@ -22,9 +22,21 @@ logger = logging.getLogger(__name__)
 
 _STEP_BYTES = 64 << 20  # bytes registered at a time; the stop event is checked after each step
 _POPULATE_BYTES = 8 << 20  # about 10 ms of page faults
+_HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in without changing their content
 _CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for the contexts of all devices
 _CU_STREAM_CAPTURE_MODE_RELAXED = 2
+
+
+def request_huge_pages(address: int, nbytes: int) -> None:
+    """Request transparent huge pages for memory. Only speed depends on them.
+
+    Has no effect on less than one huge page of memory, or on a kernel without huge pages.
+    """
+    page = mmap.PAGESIZE
+    start, end = -(-address // page) * page, (address + nbytes) // page * page
+    if end - start >= _HUGE_PAGE_BYTES:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
 
 
 class Region:
@@ -68,11 +80,10 @@ class Region:
             raise ConfigError(f"{what}: cannot allocate {nbytes} bytes of host memory") from error
         # Child processes do not use the memory, and a fork must not share pages that a device writes to.
         memory.madvise(mmap.MADV_DONTFORK)
-        if huge_pages:
-            with contextlib.suppress(OSError):  # not supported by the kernel
-                memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+        if huge_pages:
+            request_huge_pages(self.address, nbytes)
         self._view: memoryview | None = memoryview(memory)
         self._step_bytes = max(1, _STEP_BYTES // grain_bytes) * grain_bytes
         self._device = _cuda_device(pin_device) if pin else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import time
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -523,6 +525,28 @@ async def test_copiers_of_several_layouts_share_threads():
         await reference.gather([expected])
         reference.close()
         assert np.array_equal(job.payload, expected.payload)
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_huge_pages_for_the_kv_cache(huge_pages):
+    cache = CacheForm(layers=1, tokens=16, content=128).build(5 << 10)
+    storage = cache.layout.storages[0]
+    assert storage.nbytes > 32 << 20  # larger blocks have a mapping of their own
+    for copier in open_copiers([cache.layout], huge_pages=huge_pages):
+        copier.close()
+
+    assert ("hg" in _mapping_flags(storage.data_ptr() + storage.nbytes // 2)) == huge_pages
+
+
+def _mapping_flags(address):
+    """The kernel's flags of the mapping that contains `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def test_other_devices_have_no_copier():

@@ -281,4 +281,10 @@ async def test_gpu_settings_reach_the_copier(monkeypatch):
     async with Rig().open(**{"gpu.staging_bytes": "1MiB", "gpu.load_priority": "high"}):
         pass
 
-    assert given == {"threads": 2, "staging_bytes": 1 << 20, "store_priority": 0, "load_priority": -1}
+    assert given == {
+        "threads": 2,
+        "huge_pages": False,
+        "staging_bytes": 1 << 20,
+        "store_priority": 0,
+        "load_priority": -1,
+    }
