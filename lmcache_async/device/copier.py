@@ -1,17 +1,15 @@
-"""Copier protocol, and the checks and waits that its implementations share."""
+"""Copier protocol, and the checks that its implementations share."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_async.device.stream import DeviceEvent
-from lmcache_async.memory.threads import wait_done
 from lmcache_async.types import BlockIds
 
 if TYPE_CHECKING:
@@ -106,33 +104,6 @@ class CheckedJob:
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
     """Check a whole batch before any byte of it is copied. Raises ValueError; see `Copier`."""
     return [_check(layout, index, job, writes_payload) for index, job in enumerate(jobs)]
-
-
-async def wait_all(
-    futures: Sequence[asyncio.Future[Any]], *, on_cancel: Callable[[], object] | None = None
-) -> None:
-    """Wait until every future has ended, even if cancelled, then raise the first error.
-
-    For work that cannot be abandoned. CancelledError takes precedence over errors of the futures. Cancelled
-    futures count as ended. `on_cancel` may withdraw work that has not begun.
-    """
-    try:
-        if futures:
-            await asyncio.wait(futures)
-    except asyncio.CancelledError:
-        if on_cancel is not None:
-            on_cancel()
-        await wait_done(*futures)
-        raise
-    finally:
-        failures = [failure for f in futures if not f.cancelled() and (failure := f.exception()) is not None]
-    try:
-        if failures:
-            raise failures[0]
-    finally:
-        # Break the reference cycle of exception and frame, which would keep the payloads alive until a
-        # garbage collection.
-        failures.clear()
 
 
 def _check(layout: KVLayout, index: int, job: CopyJob, writes_payload: bool) -> CheckedJob:

@@ -8,13 +8,13 @@ import functools
 import os
 from typing import TYPE_CHECKING
 
-from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs, wait_all
+from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, gather_with_digest, group_planes
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES
-from lmcache_async.memory.threads import WorkerPool, in_threads
+from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ class CpuCopier:
                 self._executor.submit(_work_beside, queue, progress.core)
         late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
         try:
-            await wait_all([asyncio.wrap_future(queue.done)], on_cancel=queue.withdraw)
+            await run_shielded(asyncio.wrap_future(queue.done), on_cancel=queue.withdraw)
         finally:
             late.cancel()
 

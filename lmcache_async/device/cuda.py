@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs, wait_all
+from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs
 from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
 from lmcache_async.device.stream import DeviceEvent, Lane, LaneStatistics
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread
+from lmcache_async.memory.threads import run_shielded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -197,7 +198,11 @@ class CudaCopier:
                     running.append(self._watch(part, lane))
         finally:
             # The device uses payloads, tables and staging until it has finished, also after a cancellation.
-            await wait_all(running)
+            await run_shielded(asyncio.gather(*running, return_exceptions=True))
+        try:
+            list(map(asyncio.Future.result, running))  # no frame refers to a single future
+        finally:
+            running.clear()  # breaks the reference cycle of an error and this frame, which would keep the payloads
 
     def _watch(self, part: Part, lane: Lane[Part]) -> asyncio.Future[None]:
         try:

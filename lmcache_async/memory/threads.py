@@ -80,16 +80,24 @@ async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -
         del calls, functions
 
 
-async def run_shielded(work: Awaitable[T]) -> T:
-    """Return the result of `work`. If cancelled, wait until `work` has ended, then raise CancelledError."""
+async def run_shielded(work: Awaitable[T], *, on_cancel: Callable[[], object] | None = None) -> T:
+    """Return the result of `work`. If cancelled, wait until `work` has ended, then raise CancelledError.
+
+    `on_cancel` may withdraw work that has not begun.
+    """
     future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
         await wait_done(future)
         if not future.cancelled():
             future.exception()  # retrieved, so that asyncio does not log it
         raise
+    finally:
+        # Break the reference cycle of an error and this frame, which would keep the buffers in use.
+        del future, work
 
 
 async def wait_done(*work: asyncio.Future[Any]) -> None:

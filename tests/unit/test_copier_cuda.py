@@ -283,6 +283,23 @@ async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more
     copier.close()
 
 
+async def test_a_cancellation_is_raised_also_if_the_device_fails_afterwards():
+    cache = CacheForm(layers=3).build(8)
+    copier, streams = fake_copier(cache, staging_bytes=1)
+    streams.error = RuntimeError("illegal address")
+    gate = streams.close_gate()
+    gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
+    await until(lambda: copier.statistics()[0].waiting == 1)
+
+    gathering.cancel()
+    await until(lambda: copier.statistics()[0].waiting == 0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await gathering
+    assert all_free(copier)
+    copier.close()
+
+
 async def test_a_launch_that_fails_is_raised_after_all_before_it_has_ended():
     cache = CacheForm(layers=3).build(8)
     copier, streams = fake_copier(cache, staging_bytes=1)
