@@ -54,7 +54,7 @@ class ByteBudget:
         self._waited = 0
         self._refused = 0
         # Not a deque: a waiter that times out is removed from the middle in O(1).
-        self._waiters: OrderedDict[asyncio.Future[None], int] = OrderedDict()
+        self._waiters: OrderedDict[asyncio.Future[bool], int] = OrderedDict()
 
     @property
     def max_bytes(self) -> int:
@@ -95,23 +95,23 @@ class ByteBudget:
             self._refused += 1
             raise BudgetExceededError(f"{nbytes} bytes are more than the whole budget of {self._max_bytes}")
         self._waited += 1
-        granted = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        granted = loop.create_future()
         self._waiters[granted] = nbytes
+        timer = loop.call_later(timeout_s, _expire, granted)
         try:
-            async with asyncio.timeout(timeout_s):
-                await granted
-        except TimeoutError:
-            if _is_granted(granted):  # granted in the same iteration of the loop as the timeout
+            if await granted:
                 return
             self._refused += 1
             raise BudgetExceededError(
                 f"{nbytes} bytes were not free within {timeout_s} s: {self._used} of {self._limit} are in use"
-            ) from None
+            )
         except asyncio.CancelledError:
-            if _is_granted(granted):
+            if granted.done() and not granted.cancelled() and granted.result():
                 self.release(nbytes)
             raise
         finally:
+            timer.cancel()
             if self._waiters.pop(granted, None) is not None:
                 self._serve()  # the next reservation may be smaller and fit
 
@@ -156,17 +156,18 @@ class ByteBudget:
     def _serve(self) -> None:
         while self._waiters:
             granted, nbytes = next(iter(self._waiters.items()))
-            if not granted.done():  # done: its task was cancelled and has not run yet
+            if not granted.done():  # done: it was cancelled or timed out, and its task has not run yet
                 if not self._fits(nbytes):
                     return
                 # Counted here and not by the waiter, so that no other call takes the bytes before it runs.
                 self._add(nbytes)
-                granted.set_result(None)
+                granted.set_result(True)
             del self._waiters[granted]
 
 
-def _is_granted(future: asyncio.Future[None]) -> bool:
-    return future.done() and not future.cancelled()
+def _expire(granted: asyncio.Future[bool]) -> None:
+    if not granted.done():
+        granted.set_result(False)
 
 
 def _check(nbytes: int) -> None:
