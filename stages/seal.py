@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor
 
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.memory.record import RecordFormat, payload_checksum
 from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import FilledBatch, SealedBatch
 
@@ -38,18 +38,14 @@ class SealStage:
         )
 
     def _seal(self, batch: FilledBatch) -> None:
-        checksums = batch.checksums or (None,) * len(batch.chunks)
         header_bytes, row_bytes = self._format.header_bytes, self._layout.bytes_per_row
-        request_namespace = batch.request.request_namespace
+        template, request_namespace = self._format.template, batch.request.request_namespace
+        checksums = batch.checksums or [
+            payload_checksum(buffer.view[header_bytes:]) for buffer in batch.buffers
+        ]
         for chunk, rows, buffer, checksum in zip(
             batch.chunks, batch.rows, batch.buffers, checksums, strict=True
         ):
-            seal(
-                buffer.view,
-                format=self._format,
-                chunk=chunk,
-                request_namespace=request_namespace,
-                shape=(len(rows), row_bytes),
-                payload_bytes=buffer.nbytes - header_bytes,
-                checksum=checksum,
-            )
+            shape = len(rows), row_bytes
+            header = template(chunk, request_namespace, shape, buffer.nbytes - header_bytes)
+            buffer.write(header.header(chunk, checksum))

@@ -38,6 +38,9 @@ from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
 PIECE_BYTES = MAX_HEADER_BYTES
 """Size of the pieces for `prove`. The first piece contains any header."""
 
+payload_checksum = xxhash.xxh3_128_digest
+"""`payload_checksum(payload)` is the checksum of a payload, 16 bytes."""
+
 _MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
 _TOKEN_TYPE = np.dtype("<i4")
@@ -156,8 +159,8 @@ class HeaderTemplate:
         self._rest = fields[tokens_at + token_bytes : -_CHECKSUM_BYTES]
         self._tail = bytes(format.header_bytes - len(prefix) - len(fields))
 
-    def header(self, chunk: Chunk, checksum: bytes) -> bytes:
-        """Return the header of a record, with zeros as the header checksum.
+    def header(self, chunk: Chunk, checksum: bytes) -> bytearray:
+        """Return the header of a record.
 
         The chunk must have the number of tokens and the extra text of the template.
 
@@ -170,9 +173,11 @@ class HeaderTemplate:
         tokens = (
             chunk.tokens if chunk.tokens.dtype is _TOKEN_TYPE else _little_endian(chunk.tokens)
         ).tobytes()
-        return b"".join(
+        header = bytearray().join(
             (self._before_key, key, self._before_tokens, tokens, self._rest, checksum, self._tail)
         )
+        header[CHECKSUM] = header_digest(header)
+        return header
 
 
 def seal(
@@ -203,10 +208,9 @@ def seal(
     stop = header_bytes + payload_bytes
     if stop > len(view):
         raise ValueError(f"a record of {stop} bytes does not fit {len(view)}")
-    checksum = checksum or xxhash.xxh3_128_digest(view[header_bytes:stop])
-    header = format.template(chunk, request_namespace, shape, payload_bytes).header(chunk, checksum)
-    view[:header_bytes] = header
-    view[CHECKSUM] = header_digest(header)
+    checksum = checksum or payload_checksum(view[header_bytes:stop])
+    template = format.template(chunk, request_namespace, shape, payload_bytes)
+    view[:header_bytes] = template.header(chunk, checksum)
 
 
 def is_sealed(
@@ -233,11 +237,9 @@ def is_sealed(
     found = bytes(view[:header_bytes])
     # The payload checksum is the only field that is not known in advance.
     checksum = found[template.checksum_at : template.checksum_at + _CHECKSUM_BYTES]
-    expected = template.header(chunk, checksum)
-    own = header_digest(expected)
-    if found != b"".join((expected[: CHECKSUM.start], own, expected[CHECKSUM.stop :])):
+    if found != template.header(chunk, checksum):
         return False
-    return not payload or xxhash.xxh3_128_digest(view[header_bytes:]) == checksum
+    return not payload or payload_checksum(view[header_bytes:]) == checksum
 
 
 def verify(
@@ -268,7 +270,7 @@ def verify(
         raise corrupt("tokens", f"the record of key {chunk.key.hex()} is of other tokens")
     if header.layout != format.layout or header.dtype != format.dtype:
         raise corrupt("layout", f"the record is {header.dtype} {header.layout}, not {format.layout}")
-    if payload and xxhash.xxh3_128_digest(view[header.header_bytes :]) != header.checksum:
+    if payload and payload_checksum(view[header.header_bytes :]) != header.checksum:
         raise corrupt("checksum", f"the payload checksum of key {chunk.key.hex()} is wrong")
     return header
 

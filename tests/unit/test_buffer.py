@@ -177,6 +177,22 @@ def test_a_lent_lease_cannot_be_written_through(arena: Arena) -> None:
         lease.release()
 
 
+def test_bytes_are_written_to_the_start_of_a_buffer_only(arena: Arena) -> None:
+    with leased(arena) as buffer, leased(arena) as other:
+        for each in (buffer, other):
+            each.view[:] = b"x" * 100
+        other.write(bytearray(b"head"))
+
+        assert bytes(other.view) == b"head" + b"x" * 96
+        assert bytes(buffer.view) == b"x" * 100
+        with pytest.raises(ValueError, match="101 bytes for a buffer of 100"):
+            other.write(bytes(101))
+        with other.lend(Owner()) as lease, pytest.raises(ValueError, match="read-only buffer"):
+            lease.write(b"head")
+    with pytest.raises(ValueError, match="released"):
+        buffer.write(b"head")
+
+
 def test_a_lent_lease_is_of_the_same_bytes_without_a_copy(arena: Arena) -> None:
     with leased(arena) as buffer:
         lease = buffer.lend(Owner())
