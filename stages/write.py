@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_async.pipeline.batch import EncryptedBatch, SealedBatch
-from lmcache_async.pipeline.report import BatchStored, Drops, WriteOutcomes
+from lmcache_async.pipeline.report import BatchStored, WriteOutcomes
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -27,6 +27,6 @@ class WriteStage:
             outcomes=outcomes,
             shared=tuple(shared),
             present=batch.present,
-            dropped=Drops(batch.drops),
+            dropped=batch.drops,
             bytes=sum([buffer.nbytes for buffer in batch.buffers]),
         )

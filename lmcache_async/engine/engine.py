@@ -511,16 +511,16 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
     stored = tokens = 0
     dropped = Drops()
     for batch in batches:
-        dropped.add_all(batch.dropped)
+        if batch.dropped:
+            dropped.add_all(batch.dropped)
         causes = batch.outcomes.causes
         written = causes.count("")
         stored += written
-        tokens += sum(
-            [len(chunk.tokens) for chunk, cause in zip(batch.chunks, causes, strict=True) if cause == ""]
-        )
+        tokens += sum([len(chunk.tokens) for chunk in batch.chunks])
         if written < len(causes):
             for chunk, cause in zip(batch.chunks, causes, strict=True):
                 if cause != "":
+                    tokens -= len(chunk.tokens)
                     dropped.add([chunk], cause or "deadline")
     return StoreReport(
         stored=stored,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lmcache_async.metrics.instrument import Instrument
@@ -258,12 +258,12 @@ class TierMetrics:
         metrics.counter("corrupt_records_total", name, "checksum", "verify")
         metrics.sources.append(self._add_calls)
 
-    def written(self, outcomes: Iterable[Exception | None]) -> None:
+    def written(self, outcomes: Sequence[Exception | None]) -> None:
         """Count the chunks of a write: for each None, or why the tier did not store it."""
-        for error in outcomes:
-            if error is None:
-                self.stored_chunks.value += 1
-            else:
+        stored = outcomes.count(None)
+        self.stored_chunks.value += stored
+        if stored < len(outcomes):
+            for error in filter(None, outcomes):
                 self.dropped(error)
 
     def dropped(self, error: Exception) -> None:

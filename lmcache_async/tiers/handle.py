@@ -106,11 +106,14 @@ class CallLeases:
         self._leases.append(buffer)
         return buffer
 
-    def lend(self, buffer: Buffer) -> Buffer:
-        """Return a read-only lease of the caller's buffer, for a `put`."""
-        lease = buffer.lend(self)
-        self._leases.append(lease)
-        return lease
+    def lend(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[tuple[ChunkKey, Buffer]]:
+        """Return the items of a `put` with read-only leases of the caller's buffers."""
+        lent = []
+        for key, buffer in items:
+            lease = buffer.lend(self)
+            self._leases.append(lease)
+            lent.append((key, lease))
+        return lent
 
     def retained(self, lease: Buffer) -> None:
         """Register a further lease that the tier took with `retain`.
@@ -352,10 +355,11 @@ class TierHandle:
     def _composed(self, layers: Sequence[Layer]) -> Callable[[Call], Coroutine[Any, Any, Results]]:
         """Return the call of the tier through layers. A call has one frame for each bundled layer."""
         run: Callable[[Call], Coroutine[Any, Any, Results]] = self._call_tier
+        outermost = -1 if all(layer.transparent for layer in layers) else 0
         for position, layer in reversed(list(enumerate(layers))):
             bundled = type(layer).__module__.startswith(_BUNDLED)
             around = partial(layer.around, next=run)
-            if position == 0 or not bundled:
+            if position == outermost or not bundled:
                 run = partial(self._call_layer, around, check=None if bundled else self._check_chunks)
             else:
                 run = around
@@ -380,15 +384,15 @@ class TierHandle:
     def _start(self, call: Call, leases: CallLeases) -> object:
         """Call the method of the tier."""
         tier, keys = self._tier, list(call.keys)
-        match call.verb:
+        match call.verb:  # the most frequent ones first
+            case Verb.PUT_MANY:
+                return tier.put_many(leases.lend(call.items))
+            case Verb.GET_MANY:
+                return tier.get_many(keys, leases.allocate)
             case Verb.CONTAINS_MANY:
                 return tier.contains_many(keys)
             case Verb.COUNT_PREFIX:
                 return tier.count_prefix(keys)
-            case Verb.GET_MANY:
-                return tier.get_many(keys, leases.allocate)
-            case Verb.PUT_MANY:
-                return tier.put_many([(key, leases.lend(buffer)) for key, buffer in call.items])
             case Verb.REMOVE:
                 return tier.remove(keys[0])
             case Verb.REJECT:
@@ -399,21 +403,22 @@ class TierHandle:
     def _check(self, call: Call, leases: CallLeases, result: object) -> Results:
         """Check the result of the tier, convert it to a list and publish what has changed."""
         match call.verb:
+            case Verb.PUT_MANY | Verb.GET_MANY | Verb.CONTAINS_MANY:
+                results = self._check_chunks(call, result, leases.may_return)
+                if call.items and self._watcher is not None:
+                    items = zip(call.items, results, strict=True)
+                    if stored_keys := [key for (key, _), error in items if error is None]:
+                        self._watcher.kept(self.name, stored_keys)
+                return results
             case Verb.COUNT_PREFIX:
                 stored = check_count(call.verb, result, call.chunks)
                 return [True] * stored + [False] * (call.chunks - stored)
+            case Verb.CLEAR:
+                return [check_count(call.verb, result)]
             case Verb.REMOVE | Verb.REJECT:
                 removed = check_flag(call.verb, result)
                 self._publish_removed(call.keys)
                 return [removed]
-            case Verb.CLEAR:
-                return [check_count(call.verb, result)]
-        results = self._check_chunks(call, result, leases.may_return)
-        if call.verb is Verb.PUT_MANY and self._watcher is not None:
-            stored_keys = [key for (key, _), error in zip(call.items, results, strict=True) if error is None]
-            if stored_keys:
-                self._watcher.kept(self.name, stored_keys)
-        return results
 
     def _check_chunks(
         self, call: Call, results: object, may_return: Callable[[Buffer], bool] | None = None

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
+from operator import not_
 from typing import Self
 
 from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
@@ -188,7 +189,7 @@ class TierStack:
                 continue  # a tier that fails would not accept a write now either
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
-            lacking.update(position for position in wanted if not stored[position])
+            lacking.update(compress(wanted, map(not_, stored)))
         return sorted(lacking) if answered else everything
 
     async def fetch(
@@ -328,34 +329,36 @@ class TierStack:
             raise ChainError(
                 "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
-        stored: list[list[TierError | None]] = [[] for _ in items]
-        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
-        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        causes: list[str | None] = [None] * len(items)  # of the tiers that have answered
+        queued: list[list[asyncio.Future[TierError | None]]] = []  # by tier
+        shared: list[list[asyncio.Future[TierError | None]]] = []
         for stacked in self._writable:
             count = self._counts[stacked.id].written
             given = outside if stacked.leaves_memory else items
-            for position in range(len(given), len(items)):
-                error = TierFullError("no arena memory to encrypt it in")
-                stored[position].append(error)
-                count([error])
+            if missing := len(items) - len(given):
+                errors = [TierFullError("no arena memory to encrypt it in")] * missing
+                _note_outcomes(causes, errors, start=len(given))
+                count(errors)
             if stacked.writer is None:
                 outcomes = await stacked.tier.put(given)
+                _note_outcomes(causes, outcomes)
                 count(outcomes)
-                for position, outcome in enumerate(outcomes):
-                    stored[position].append(outcome)
                 continue
             futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
-            for position, future in enumerate(futures):
-                queued[position].append(future)
-                if stacked.tier.capabilities.shared:
-                    shared[position].append(future)
+            queued.append(futures)
+            if stacked.tier.capabilities.shared:
+                shared.append(futures)
+            for future in futures:
                 future.add_done_callback(lambda done, count=count: count([done.result()]))  # type: ignore[misc]
-        for position, futures in enumerate(queued):
-            if futures:
-                _report_when_done(stored[position], futures, partial(on_outcome, position))
+        for position, cause in enumerate(causes):
+            if waiting := [futures[position] for futures in queued if position < len(futures)]:
+                _report_when_done(cause, waiting, partial(on_outcome, position))
             else:
-                on_outcome(position, _cause(stored[position]))
-        return shared
+                on_outcome(position, cause or "")
+        return [
+            [futures[position] for futures in shared if position < len(futures)]
+            for position in range(len(items))
+        ]
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -395,26 +398,31 @@ def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _report_when_done(
-    stored: Sequence[TierError | None],
+    cause: str | None,
     queued: Sequence[asyncio.Future[TierError | None]],
     report: Callable[[str], None],
 ) -> None:
-    """Report the cause of a chunk that some tiers have `stored` when the last tier that `queued` it has finished."""
+    """Report the cause of a chunk when the last tier that `queued` it has finished; `cause` is that of the others."""
     left = len(queued)
 
     def one_done(_: asyncio.Future[TierError | None]) -> None:
         nonlocal left
         left -= 1
         if not left:
-            report(_cause([*(future.result() for future in queued), *stored]))
+            outcomes = [future.result() for future in queued]
+            report("" if cause == "" or None in outcomes else type(outcomes[0]).__name__)
 
     for future in queued:
         future.add_done_callback(one_done)
 
 
-def _cause(results: Sequence[TierError | None]) -> str:
-    """Return "" if at least one tier stored the chunk, else the class name of an error."""
-    return type(results[0]).__name__ if results and None not in results else ""
+def _note_outcomes(causes: list[str | None], outcomes: Sequence[TierError | None], start: int = 0) -> None:
+    """Note a tier's outcomes of the chunks from `start` on: "" if any tier stored the chunk, else an error's class."""
+    for position, error in enumerate(outcomes, start):
+        if error is None:
+            causes[position] = ""
+        elif causes[position] is None:
+            causes[position] = type(error).__name__
 
 
 async def _no_memory(nbytes: int) -> Buffer:

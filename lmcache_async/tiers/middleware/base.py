@@ -78,7 +78,7 @@ class Call:
     @property
     def nbytes(self) -> int:
         """Total bytes of the records to write."""
-        return sum(buffer.nbytes for _, buffer in self.items)
+        return sum([buffer.nbytes for _, buffer in self.items])
 
     @property
     def given(self) -> list[Buffer]:
@@ -180,6 +180,7 @@ class Layer(ABC):
         options_type: Class of the options.
         fits_arena: Whether the layer may be used for a tier in the arena, which answers at once and whose buffers
             have concurrent readers.
+        transparent: Whether a bundled layer returns the results of `next` and raises its errors, and no others.
         bounded: Whether `around` by itself never waits longer than until `call.deadline`. The deadline of the tier
             is enforced outside of the first layer that does not promise this.
         options: Options from the configuration.
@@ -188,6 +189,7 @@ class Layer(ABC):
 
     options_type: ClassVar[type[LayerConfig]] = LayerConfig
     fits_arena: ClassVar[bool] = False
+    transparent: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
 
     def __init__(self, options: Any, context: LayerContext) -> None:

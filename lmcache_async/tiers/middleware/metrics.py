@@ -11,7 +11,6 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import CallMetrics
 from lmcache_async.tiers.middleware.base import (
     Call,
-    Kind,
     Layer,
     LayerConfig,
     LayerContext,
@@ -44,6 +43,7 @@ class MetricsLayer(Layer):
     """
 
     fits_arena = True
+    transparent = True
     bounded = True
 
     def __init__(
@@ -83,19 +83,19 @@ class MetricsLayer(Layer):
 
 def _count(counts: CallMetrics, call: Call, results: Results) -> None:
     """Count the results of a call. Batches are large: elements are visited one by one only if necessary."""
-    if call.kind is Kind.READ:
-        for result in results:
-            if isinstance(result, Buffer):
-                counts.found += 1
-                counts.bytes += result.nbytes
-            elif result is not None:
-                counts.errors[type(result).__name__] += 1
-    elif call.verb is Verb.PUT_MANY:
+    if call.items:
         counts.bytes += call.nbytes
         if any(results):
             for error, (_, buffer) in zip(results, call.items, strict=True):
                 if error is not None:
                     counts.errors[type(error).__name__] += 1
                     counts.bytes -= buffer.nbytes
+    elif call.verb is Verb.GET_MANY:
+        for result in results:
+            if isinstance(result, Buffer):
+                counts.found += 1
+                counts.bytes += result.nbytes
+            elif result is not None:
+                counts.errors[type(result).__name__] += 1
     else:
         counts.found += results.count(True)
