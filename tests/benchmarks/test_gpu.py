@@ -214,13 +214,6 @@ async def test_plain_copies_move_each_byte_to_its_place(way):
         assert torch.equal(torch.from_numpy(copies.host), expected)
 
 
-@pytest.mark.parametrize("priority", [0, -1])
-def test_side_streams_have_the_priority_that_is_measured(priority):
-    device = FakeGpu()
-    with copies_of(device, priority=priority):
-        assert set(device.opened[0].priorities) == {priority}
-
-
 @pytest.mark.parametrize("shape", shapes(list(MODELS)), ids=lambda shape: shape.name)
 def test_chunks_are_as_large_as_the_layout_says(shape):
     layout = shape.build(2, torch.device("meta"))
@@ -257,21 +250,6 @@ async def test_copies_count_that_end_before_the_products_do(monkeypatch, looks, 
     [(count, running)] = products.asked
     assert count == 7
     assert running.waited
-
-
-@pytest.mark.parametrize(("looks", "copied"), [(0, 0), (3, 3)])
-async def test_copies_follow_each_other_for_as_long_as_the_products_last(looks, copied):
-    products, done = FakeProducts(looks), []
-
-    async def copy():
-        done.append(1)
-
-    assert await gpu._product(products, 7, copy)() == 3.0
-    assert len(done) == copied
-    assert await gpu._product(products, 7, None)() == 3.0
-    asked = len(products.asked)
-    assert await gpu._copies(products, 0, copy, 1)() > 0
-    assert (len(products.asked), len(done)) == (asked, copied + 1)
 
 
 async def test_beside_products_copies_wait_for_no_fence_of_the_model():

@@ -13,6 +13,7 @@ import torch
 from lmcache_async.bench.measure import Frame
 from lmcache_async.device.movers import TorchMover
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
+from tests.benchmarks.test_gpu import LossyMover
 from tests.support import forked_python
 from tools.benchmarks.gpu_device import HostGpu
 from tools.gpu import checkout, command, profile, race
@@ -27,15 +28,6 @@ class TorchGpu(HostGpu):
     """The host as a GPU with torch's operations, which are faster than Triton's interpreter."""
 
     mover = staticmethod(TorchMover)
-
-
-class LossyMover(TorchMover):
-    """A mover that drops the first row of each batch when loading."""
-
-    def move(self, steps, table, staging, *, to_staging):
-        if not to_staging:
-            steps = [dataclasses.replace(step, start=step.start + 1) for step in steps]
-        super().move(steps, table, staging, to_staging=to_staging)
 
 
 class LossyGpu(HostGpu):
@@ -73,7 +65,7 @@ class StrayGpu(HostGpu):
 
 @pytest.mark.one_loop
 async def test_a_race_run_finds_no_problem_and_has_hits():
-    outcome = await race.run(TorchGpu(), SMALL_RACE, seconds=60, seed=3, most_engines=3)
+    outcome = await race.run(TorchGpu(), SMALL_RACE, seconds=600, seed=3, most_engines=3)
 
     assert outcome.problems == []
     assert outcome.counts["rounds"] == 12
@@ -92,7 +84,7 @@ async def test_a_race_run_finds_no_problem_and_has_hits():
     ids=["lost row", "stale staging", "stray write"],
 )
 async def test_a_race_run_finds_a_broken_copy(device, problem):
-    outcome = await race.run(device, SMALL_RACE, seconds=60, seed=3, most_engines=3)
+    outcome = await race.run(device, SMALL_RACE, seconds=600, seed=3, most_engines=3)
 
     assert any(problem in text for text in outcome.problems)
 

@@ -14,7 +14,7 @@ from lmcache_async.bench.measure import Frame
 from lmcache_async.bench.memory import CacheForm
 from tests.support import forked_python
 from tools.benchmarks import peers, peers_vllm
-from tools.benchmarks.peers import HASH_LIST, LOOKUP, RETRIEVE, STORE, Kind, PeerError, Task, Workload
+from tools.benchmarks.peers import HASH_LIST, LOOKUP, RETRIEVE, STORE, Kind, PeerError, Workload
 
 WORK = Workload(CacheForm(512, layers=2, heads=2, head_dim=8), hash_tokens=1024, chunks=4)
 ABSENT = Kind("Absent", "no_such_package", "no_such_module")
@@ -62,12 +62,6 @@ async def test_every_task_is_measured_beside_every_peer():
     assert limits[LOOKUP] == 1e6 / 4
 
 
-async def test_a_ratio_is_ours_to_theirs():
-    [row] = [row for row in await rows_of(quick(), FakePeer()) if row.name == HASH_LIST]
-
-    assert row.ratio == row.value / row.limit_value
-
-
 async def test_tasks_that_a_peer_cannot_do_are_left_out():
     frame = quick()
 
@@ -105,11 +99,6 @@ async def test_without_a_peer_nothing_is_measured(monkeypatch):
 
     assert rows == []
     assert frame.left_out == ["Absent: the package no_such_package is not installed"]
-
-
-def test_a_figure_is_a_rate_or_a_time():
-    assert Task("it", "GB/s", 6.0).figure(2.0) == 3.0
-    assert Task("it", "us/chunk", 6.0).figure(2.0) == 12.0
 
 
 @pytest.fixture(scope="module")

@@ -80,11 +80,6 @@ def test_a_percentile_is_a_value_that_enough_others_do_not_exceed(values, part):
     assert sum(value < found for value in values) < part * len(values) + 1e-9
 
 
-def test_a_percentile_of_nothing_is_an_error():
-    with pytest.raises(ValueError, match="nothing"):
-        percentile([], 0.5)
-
-
 def test_gaps_are_those_of_each_answer():
     one = answer({"1": 0.0}, tokens=[1, 2, 3], times=[1.0, 1.5, 1.6])
     other = answer({"1": 0.0}, tokens=[1, 2], times=[9.0, 9.2])

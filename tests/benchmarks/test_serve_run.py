@@ -68,16 +68,6 @@ def test_progress_is_reported_to_the_end(parts):
     assert [done for done, _ in told] == list(range(told[-1][1] + 1))
 
 
-def test_only_the_selected_parts_are_measured():
-    rows = measured(dataclasses.replace(QUICK, parts="load"))
-
-    assert {name for name, _ in rows} == {
-        "new prompts at once",
-        "mixed load, p95 between tokens",
-        "mixed load",
-    }
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tools.browser import PROGRAMS, find, main
 
 
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory on PATH; empty."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    (tmp_path / "bin").mkdir()
-    return tmp_path / "bin"
-
-
-def write(programs: Path, name: str, script: str) -> Path:
-    path = programs / name
-    path.write_text(f"#!/bin/sh\nset -e\nPATH={os.defpath}\n{script}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_is_done_if_the_system_has_one(tmp_path, programs, name):
-    path = write(programs, name, "true")
+def test_nothing_is_done_if_the_system_has_one(tmp_path, program, name):
+    path = program(name, "true")
 
     assert main([str(tmp_path / "browser")]) == 0
     assert not (tmp_path / "browser").exists()
     assert find(tmp_path / "browser") == path
 
 
-def test_without_apt_the_error_says_what_to_install(tmp_path, programs, capsys):
+def test_without_apt_the_error_says_what_to_install(tmp_path, program, capsys):
     assert main([str(tmp_path / "browser")]) == 1
     printed = capsys.readouterr().err
     assert "apt install chromium" in printed
@@ -43,10 +26,9 @@ def test_without_apt_the_error_says_what_to_install(tmp_path, programs, capsys):
     assert find(tmp_path / "browser") is None
 
 
-def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, programs, capsys):
-    write(programs, "apt-config", """echo 'X::Post-Invoke:: "rm -rf /";'""")
-    write(
-        programs,
+def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, program, capsys):
+    program("apt-config", """echo 'X::Post-Invoke:: "rm -rf /";'""")
+    program(
         "apt-get",
         """
         ! grep -q Invoke "$APT_CONFIG" && grep -q 'Dir::State::status "/var' "$APT_CONFIG"
@@ -57,8 +39,7 @@ def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, progra
             *) exit 8 ;;
         esac""",
     )
-    write(
-        programs,
+    program(
         "dpkg",
         """
         mkdir -p "$3/usr/lib/x86_64-linux-gnu" "$3/usr/lib/chromium"
@@ -78,9 +59,9 @@ def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, progra
     assert "chromium-headless-shell is in" in capsys.readouterr().out
 
 
-def test_an_error_of_apt_is_printed(tmp_path, programs, capsys):
-    write(programs, "apt-config", "true")
-    write(programs, "apt-get", "echo E: unable to locate; exit 100")
+def test_an_error_of_apt_is_printed(tmp_path, program, capsys):
+    program("apt-config", "true")
+    program("apt-get", "echo E: unable to locate; exit 100")
 
     assert main([str(tmp_path / "browser")]) == 1
     assert "E: unable to locate" in capsys.readouterr().err

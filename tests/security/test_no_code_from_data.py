@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for folder in ("lmcache_async", "stages", "plugins", "examples")
+    for folder in ("lmcache_async", "stages", "plugins", "examples", "tools")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "stages" not in path.parts[len(ROOT.parts) + 1 :]
     and "plugins" not in path.parts[len(ROOT.parts) + 1 :]
@@ -61,7 +61,10 @@ def unsafe_in(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_source_runs_nothing_that_it_reads(path):
-    assert unsafe_in(path.read_text(encoding="utf-8")) == []
+    allowed = (
+        ["compile"] if path == ROOT / "tools/mutants/mutation.py" else []
+    )  # checks the syntax of a mutant
+    assert unsafe_in(path.read_text(encoding="utf-8")) == allowed
 
 
 def test_the_source_files_are_found():

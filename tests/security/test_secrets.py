@@ -15,7 +15,6 @@ from lmcache_async.config.model import EncryptionConfig
 from lmcache_async.config.secrets import read_secrets
 from lmcache_async.engine.sync import LMCacheEngineMetadata
 from lmcache_async.errors import ConfigError
-from lmcache_async.hashing import ChunkHasher
 from lmcache_async.testing.rig import Rig
 
 KEY = bytes(range(32))
@@ -57,15 +56,12 @@ def test_a_key_is_read_in_every_form_from_either_place(tmp_path, text):
     assert len(from_file[0]) == 32
 
 
-def test_a_file_holds_several_keys_with_comments(tmp_path):
+def test_several_keys_with_comments_in_a_file_and_in_a_variable(tmp_path):
     path = secret_file(tmp_path, f"# new, since May\n{OTHER.hex()}\n\n  # old\n{KEY.hex()}\n")
 
-    assert read_secrets(None, path, "keys", "key_file") == (OTHER, KEY)
-
-
-def test_several_keys_in_a_variable():
     config = load_config(env={"LMCACHE_ASYNC_ENCRYPTION__KEYS": f"{OTHER.hex()}, {KEY.hex()}"})
 
+    assert read_secrets(None, path, "keys", "key_file") == (OTHER, KEY)
     assert config.encryption.read_keys() == (OTHER, KEY)
 
 
@@ -212,15 +208,6 @@ async def test_an_engine_refuses_a_namespace_without_the_configured_key(tmp_path
     with pytest.raises(ConfigError, match="hash_key: the hash key of the namespace"):
         async with Rig().open(**extra):
             pass
-
-
-def test_keys_of_two_hash_keys_have_nothing_in_common():
-    made = [
-        ChunkHasher(bytes(16), chunk_size=4, algorithm="blake3", hash_key=key).extend_keys(range(64))
-        for key in (b"", KEY, OTHER)
-    ]
-
-    assert len({key for keys in made for key in keys}) == 3 * 16
 
 
 def test_every_secret_of_the_config_is_known_as_one():

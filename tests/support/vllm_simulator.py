@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import time
 import zlib
 from collections import deque
@@ -200,6 +201,15 @@ def _spec(group: KVGroup, heads: int) -> KVCacheSpec:
     return FullAttentionSpec(**shape)
 
 
+SIMULATOR_OPTIONS = {
+    "chunk_size": 64,
+    "arena.max_bytes": "8MiB",
+    "arena.prefault": False,
+    "vllm.load_policy": "always",  # these steps compute nothing, so they are faster than any load
+    "vllm.lookup_timeout_s": 20.0,  # the machine may be slow; a test of the deadline sets its own
+}
+
+
 @dataclass(slots=True)
 class Work:
     """Tokens of one request in one step: positions start to stop, in these blocks of each group."""
@@ -273,6 +283,11 @@ def _first_read(group: KVGroup, position: int) -> int:
 def value_after(value: int, token: int) -> int:
     """Return the KV at the next position; it fits a float32 exactly."""
     return zlib.crc32(token.to_bytes(8, "little", signed=True), value) & 0x3FFFFF
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
 def next_token(value: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 from lmcache_async.errors import BudgetExceededError, ConfigError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.testing.steps import turns
 
 FOREVER = 1e6
 SLABS = 4
@@ -24,11 +25,6 @@ def arena() -> Iterator[Arena]:
     statistics = arena.statistics()
     arena.close()
     assert (statistics.leased_slabs, statistics.waiting) == (0, 0)
-
-
-async def turns(count: int = 4) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def all_slabs(arena: Arena) -> list[Buffer]:
@@ -153,7 +149,7 @@ async def test_reclaimers_are_asked_again_when_something_else_lets_go(arena: Are
 
     arena.add_reclaimer(reclaim)
     task = lease(arena)
-    await turns()
+    await turns(4)
     assert not task.done()
 
     in_use = False
@@ -173,7 +169,7 @@ async def test_a_reclaimer_never_runs_inside_a_release(arena: Arena) -> None:
 
     arena.add_reclaimer(reclaim)
     tasks = [lease_many(arena, SLABS), lease(arena)]
-    await turns()
+    await turns(4)
     releasing = True
     release(buffers)
     releasing = False
@@ -199,7 +195,7 @@ async def test_a_view_that_ends_in_another_thread_wakes_waiters(arena: Arena) ->
     views = [buffers[0].array]
     release(buffers[:1])
     task = lease(arena)
-    await turns()
+    await turns(4)
     assert not task.done()
 
     await asyncio.to_thread(views.clear)
@@ -211,7 +207,7 @@ async def test_close_ends_all_waits() -> None:
     arena = Arena(SLABS * PAGE, PAGE)
     buffers = all_slabs(arena)
     one, many = lease(arena), lease_many(arena, 2)
-    await turns()
+    await turns(4)
 
     arena.close()
 

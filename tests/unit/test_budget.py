@@ -10,18 +10,14 @@ from hypothesis import example, given
 
 from lmcache_async.errors import BudgetExceededError
 from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.testing.steps import turns
 
 FOREVER = 1e6
 
 
-async def turns(count: int = 3) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def waiting(budget: ByteBudget, *sizes: int) -> list[asyncio.Task[None]]:
     tasks = [asyncio.ensure_future(budget.reserve(size, timeout_s=FOREVER)) for size in sizes]
-    await turns()
+    await turns(3)
     return tasks
 
 
@@ -32,10 +28,10 @@ async def test_reservations_are_served_in_order_and_never_overtaken() -> None:
 
     assert not budget.reserve_nowait(1)  # it would fit, but others are first
     budget.release(7)
-    await turns()
+    await turns(3)
     assert not small.done()
     budget.release(1)
-    await turns()
+    await turns(3)
     assert large.done()
     assert small.done()
     assert budget.statistics().used_bytes == 10
@@ -118,17 +114,17 @@ def test_the_budget_holds_and_returns_to_zero(steps: list[tuple[str, int]]) -> N
             elif step == "cancel" and tasks:
                 tasks[number % len(tasks)][0].cancel()
             else:
-                await turns()
+                await turns(3)
                 settle()
                 assert sum(held) == budget.statistics().used_bytes <= 12
                 assert budget.statistics().waiting == len(tasks)
                 if tasks:
                     assert sum(held) + tasks[0][1] > 12  # no call waits for available bytes
-        await turns()
+        await turns(3)
         settle()
         while held:
             budget.release(held.pop())
-            await turns()
+            await turns(3)
             settle()
         assert not tasks
         assert budget.statistics().used_bytes == 0
@@ -143,12 +139,12 @@ async def test_a_limit_below_the_budget_holds_until_it_is_raised() -> None:
     assert budget.statistics().max_bytes == 7
     assert not budget.reserve_nowait(2)
     waiting = asyncio.ensure_future(budget.reserve(4, timeout_s=5))
-    await turns()
+    await turns(3)
     assert not waiting.done()
 
     budget.limit(99)  # the whole budget, not more
 
-    await turns()
+    await turns(3)
     assert waiting.done()
     assert budget.statistics().used_bytes == budget.statistics().max_bytes == 10
 

@@ -101,19 +101,6 @@ def test_an_invalid_file_is_reported(tmp_path, content, text):
     assert message(path=file) == text.format(file=file)
 
 
-def test_a_file_larger_than_any_config_is_not_read(tmp_path):
-    file = tmp_path / "kv.yaml"
-    file.write_bytes(b"#" * ((1 << 18) + 1))
-
-    assert message(path=file) == f"the config file {file} cannot be read: it has more than 262144 bytes"
-
-
-def test_a_pipe_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "kv.yaml")
-
-    assert "it is not a regular file" in message(path=tmp_path / "kv.yaml")
-
-
 def test_aliases_and_merges_of_common_size_work(tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text("store: &all {batch_bytes: 1MiB}\nretrieve: {<<: *all, verify_arena: true}\n")
@@ -133,11 +120,20 @@ def test_a_missing_file_is_reported_with_the_variable_that_names_it(tmp_path):
     assert message(env={"LMCACHE_CONFIG_FILE": str(file)}) == f"LMCACHE_CONFIG_FILE: {text}"
 
 
-def test_a_file_that_is_not_text(tmp_path):
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda file: file.write_bytes(b"#" * ((1 << 18) + 1)), "it has more than 262144 bytes"),
+        (os.mkfifo, "it is not a regular file"),  # and not waited for
+        (lambda file: file.write_bytes(b"\xff\xfe\x00"), "it is not UTF-8 text"),
+    ],
+    ids=["too large", "a pipe", "binary"],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path, make, text):
     file = tmp_path / "kv.yaml"
-    file.write_bytes(b"\xff\xfe\x00")
+    make(file)
 
-    assert message(path=file) == f"the config file {file} cannot be read: it is not UTF-8 text"
+    assert message(path=file) == f"the config file {file} cannot be read: {text}"
 
 
 def test_a_contradiction_is_reported_at_the_key_that_is_set(tmp_path):

@@ -305,17 +305,6 @@ async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monke
     assert is_filled(cache, [0, 3])
 
 
-async def test_an_empty_load_is_written_in_all_planes(layers, monkeypatch):
-    _, copier = layers
-    monkeypatch.setattr(cpu, "ALONE_S", 0)
-    progress, other = Told(4), Told(4)
-
-    await copier.scatter([], None, progress)
-    await copier.scatter(copy_jobs(copier.layout, [], []), None, other)
-
-    assert (progress.told[-1], other.told[-1]) == (4, 4)
-
-
 async def test_cancellation_withdraws_an_unstarted_load(layers):
     cache, copier = layers
     before = cache.snapshot()
@@ -487,15 +476,6 @@ async def test_a_memoryview_is_a_payload_and_a_read_only_one_can_be_scattered():
     assert torch.equal(cache.tensors[1][:2].view(torch.uint8), cache.tensors[1][[3, 5]].view(torch.uint8))
 
 
-async def test_an_empty_batch_and_empty_jobs_are_nothing():
-    copier = CpuCopier(CacheForm().build(2).layout)
-
-    await copier.gather([])
-    await copier.scatter(copy_jobs(copier.layout, [], []))
-
-    copier.close()
-
-
 async def test_a_closed_copier_refuses():
     copier = CpuCopier(CacheForm().build(2).layout)
     copier.close()
@@ -509,16 +489,16 @@ async def test_a_closed_copier_refuses():
 
 async def test_copiers_of_several_layouts_share_threads():
     caches = [CacheForm(layers=layers).build(4, seed=layers) for layers in (1, 2, 3)]
-    before = threading.active_count()
+    before = set(threading.enumerate())
     copiers = open_copiers([cache.layout for cache in caches], threads=2)
     jobs = [copy_jobs(cache.layout, [3, 1]) for cache in caches]
 
     await asyncio.gather(*(copier.gather(some) for copier, some in zip(copiers, jobs, strict=True)))
-    started = threading.active_count() - before
+    started = set(threading.enumerate()) - before
     for copier in copiers:
         copier.close()
 
-    assert started <= 2
+    assert len(started) <= 2
     for cache, (job,) in zip(caches, jobs, strict=True):
         reference = CpuCopier(cache.layout)
         (expected,) = copy_jobs(cache.layout, [3, 1])

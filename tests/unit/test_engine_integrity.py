@@ -82,6 +82,7 @@ DOUBTS: dict[str, Callable[[Path], None]] = {
     "key": lambda path: sealed_again(path, key=b"0123456789abcdef"),
     "namespace": lambda path: sealed_again(path, request_namespace='{"salt":"another"}'),
     "layout": lambda path: sealed_again(path, dtype="float16"),
+    "layout, shape": lambda path: sealed_again(path, shape=(1, 2)),
     "checksum": lambda path: path.write_bytes(
         path.read_bytes()[:4100] + b"\x01\x02" + path.read_bytes()[4102:]
     ),
@@ -93,11 +94,12 @@ DOUBTS: dict[str, Callable[[Path], None]] = {
 async def test_a_record_that_fails_verification_is_a_miss_counted_by_cause_logged_once_and_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: str, quarantine: bool
 ) -> None:
-    rig = Rig()
+    rig, doubt = Rig(), DOUBTS[cause]
+    cause = cause.partition(",")[0]
     async with rig.open(**settings(tmp_path, quarantine=quarantine)) as engine:
         await store(rig, engine)
         path = files(tmp_path)[tuple(TOKENS[16:24])]
-        DOUBTS[cause](path)
+        doubt(path)
         content = path.read_bytes()
 
         with caplog.at_level(logging.WARNING):
@@ -112,6 +114,7 @@ async def test_a_record_that_fails_verification_is_a_miss_counted_by_cause_logge
             assert kept.read_bytes() == content
         assert await retrieve(rig, engine) == 16  # a plain miss by now
         assert engine.statistics().counts[f"disk.corrupt.{cause}"] == 1
+        assert engine.metrics.read().get("corrupt_records_total", "disk", cause, "verify") == 1
         await store(rig, engine)
         assert await retrieve(rig, engine) == 40
         assert engine.statistics().arena.leased_slabs == 0

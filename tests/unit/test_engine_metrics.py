@@ -83,21 +83,6 @@ async def test_drops_errors_and_an_open_breaker_have_their_causes():
     assert told["stored_chunks_total",] == 0
 
 
-async def test_a_corrupt_record_is_counted_once_by_cause_and_finder(tmp_path):
-    rig = Rig()
-    async with rig.open(tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}]) as engine:
-        await engine.store(TOKENS, SLOTS)
-        path = next(path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 4096)
-        content = bytearray(path.read_bytes())
-        content[4096] ^= 255
-        path.write_bytes(content)
-        await engine.retrieve(TOKENS, SLOTS)
-        told = values(engine)
-
-    found = {tuple(labels): n for (name, *labels), n in told.items() if name == "corrupt_records_total"}
-    assert found == {("disk", "checksum", "verify"): 1}
-
-
 async def test_ids_with_dots_keep_their_own_counts(tmp_path):
     rig = Rig()
     disk = {"name": "disk", "max_bytes": "1MiB"}

@@ -165,19 +165,6 @@ def test_other_files_do_not_change_the_fingerprint(model, mode):
     assert weights_fingerprint(model, mode=mode) == before
 
 
-@pytest.mark.parametrize(
-    ("mode", "algorithm", "fingerprint"),
-    [
-        ("sampled", "xxh3_128", "sampled:5e3872fa19cec28bc1816ad13ffe7c48"),
-        ("sampled", "sha256", "sampled:sha256:901b04fa2a900fa461a195eac862a363"),
-        ("full", "xxh3_128", "full:33bc0aa73599107daeed3b37e840e215"),
-        ("full", "sha256", "full:sha256:b808e6d34312ad1179dd0156f9a2df26"),
-    ],
-)
-def test_the_fingerprint_of_a_text_model_is_that_of_version_0_1(model, mode, algorithm, fingerprint):
-    assert weights_fingerprint(model, mode=mode, algorithm=algorithm) == fingerprint
-
-
 def test_a_processor_is_known_by_its_files_wherever_they_lie(model, tmp_path):
     assert processor_fingerprint(model) == ""
     (model / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')

@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -150,26 +148,6 @@ def test_the_text_and_the_roots_are_the_golden_ones():
     assert request.text == '{"cache_salt":"é","lora":"sql","lora_path":"/adapters/sql","tags":[["team","a"]]}'
     assert PLAIN.root().hex() == "7b08075b2a52b2f981eb6e1fe4ba8f48"
     assert request.root(PLAIN.root()).hex() == "fe222afa565bf9b0a684b37a8c749de5"
-
-
-@pytest.mark.parametrize("seed", ["1", "4242"])
-def test_keys_do_not_depend_on_the_process(seed):
-    code = (
-        "from lmcache_async.hashing import *\n"
-        "root = Namespace(model='m', weights='w', dtype='d', layout='l', extra=(('b','1'),('a','2'))).root()\n"
-        "root = RequestNamespace(lora='x', tags=(('b','1'),('a','2'))).root(root)\n"
-        "hasher = ChunkHasher(root, chunk_size=4, extras=[Extra(5, 6, 'image')])\n"
-        "print(b''.join(hasher.extend_keys(range(16))).hex())\n"
-    )
-
-    def run(hash_seed: str) -> str:
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-
-    assert len(run(seed)) == 2 * 16 * 4 + 1
-    assert run(seed) == run("0")
 
 
 def test_blake3_without_its_package_names_the_extra(monkeypatch):

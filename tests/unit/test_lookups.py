@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from lmcache_async.engine.lookup import FirstPresent
 from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
@@ -61,27 +63,16 @@ async def test_no_more_is_pinned_than_there_is_room_for():
         assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=True)
 
 
-async def test_a_second_lookup_of_the_same_id_ends_the_former_pin():
-    rig = Rig()
-    async with rig.open() as engine:
-        await store(rig, engine)
-        keys = keys_of(engine)
-        await engine.lookup_keys(keys, lookup_id="a")
-
-        result = await engine.lookup_keys(keys[:2], lookup_id="a")
-
-        assert (result.pinned, engine.statistics().pinned_chunks) == (2, 2)
-
-
-async def test_a_lookup_that_finds_nothing_ends_the_former_pin_too():
+@pytest.mark.parametrize(("tokens", "found"), [(TOKENS, 2), (OTHERS, 0)])
+async def test_a_second_lookup_of_the_same_id_ends_the_former_pin(tokens, found):
     rig = Rig()
     async with rig.open() as engine:
         await store(rig, engine)
         await engine.lookup_keys(keys_of(engine), lookup_id="a")
 
-        result = await engine.lookup_keys(keys_of(engine, OTHERS), lookup_id="a")
+        result = await engine.lookup_keys(keys_of(engine, tokens)[:2], lookup_id="a")
 
-        assert (result.count, result.pinned, engine.statistics().pinned_chunks) == (0, 0, 0)
+        assert (result.count, result.pinned, engine.statistics().pinned_chunks) == (found,) * 3
 
 
 async def test_chunks_in_a_slower_tier_only_are_found_but_not_pinned():

@@ -141,35 +141,30 @@ def test_slots_may_have_any_usual_form(engine, paged, form):
 
 
 @pytest.mark.parametrize("name", ["kv_caches", "kvcaches"])
-def test_the_cache_may_come_with_the_first_store_by_either_name(paged, name):
-    with LMCacheEngine(config()) as engine:
-        store(engine, paged, **{name: paged.caches})
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        lambda caches: {f"layer.{index}": cache for index, cache in enumerate(caches)},
+        lambda caches: [(cache[0], cache[1]) for cache in caches],
+    ],
+    ids=["tensors", "named layers", "pairs of K and V"],
+)
+def test_the_cache_may_come_with_the_first_store_by_either_name_in_any_form(paged, name, form):
+    given = {"kv_caches": None, "kvcaches": None} | {name: form(paged.caches)}
+    with LMCacheEngine(config(), LMCacheEngineMetadata(block_size=BLOCK_SIZE)) as engine:
+        store(engine, paged, **given)
 
-        check_retrieve(engine, paged, expected=[True] * 40, **{name: paged.caches})
-
-
-def test_the_cache_may_be_named_layers(paged):
-    layers = {f"layer.{index}": tensor for index, tensor in enumerate(paged.caches)}
-    with LMCacheEngine(config(), kv_caches=layers) as engine:
-        store(engine, paged)
-
-        check_retrieve(engine, paged, expected=[True] * 40, kvcaches=layers)
-
-
-def test_the_cache_may_be_pairs_of_k_and_v(paged):
-    pairs = [(tensor[0], tensor[1]) for tensor in paged.caches]
-    metadata = LMCacheEngineMetadata(block_size=BLOCK_SIZE)
-    with LMCacheEngine(config(), metadata, kv_caches=pairs) as engine:
-        store(engine, paged)
-
-        check_retrieve(engine, paged, expected=[True] * 40)
+        check_retrieve(engine, paged, expected=[True] * 40, **given)
 
 
-def test_the_first_store_or_retrieve_must_bring_the_cache(paged):
-    with LMCacheEngine(config()) as engine:
-        for verb in (engine.store, engine.retrieve):
+def test_the_first_store_or_retrieve_must_bring_the_cache_and_each_one_its_slots(engine):
+    with LMCacheEngine(config()) as without_cache:
+        for verb in ("store", "retrieve"):
             with pytest.raises(ValueError, match="needs kv_caches="):
-                verb(TOKENS, slot_mapping=torch.arange(40))
+                getattr(without_cache, verb)(TOKENS, slot_mapping=torch.arange(40))
+            with pytest.raises(ValueError, match="slot_mapping= is missing"):
+                getattr(engine, verb)(TOKENS)
 
 
 def test_without_a_cache_lookups_are_misses(paged):
@@ -202,12 +197,6 @@ def test_a_cache_of_no_known_form_is_refused_and_a_right_one_taken_later(paged):
         store(engine, paged, kvcaches=paged.caches)
 
         assert engine.lookup(TOKENS) == 40
-
-
-@pytest.mark.parametrize("verb", ["store", "retrieve"])
-def test_slots_must_be_given(engine, verb):
-    with pytest.raises(ValueError, match="slot_mapping= is missing"):
-        getattr(engine, verb)(TOKENS)
 
 
 def test_no_tokens_are_nothing(engine):
@@ -299,13 +288,6 @@ def test_arguments_that_are_none_are_ignored(engine, paged):
     store(engine, paged, **dict.fromkeys(names))
 
     assert engine.lookup(TOKENS) == 40
-
-
-def test_the_cache_by_one_name_counts_when_the_other_is_none(paged):
-    with LMCacheEngine(config()) as engine:
-        store(engine, paged, kv_caches=None, kvcaches=paged.caches)
-
-        assert engine.lookup(TOKENS) == 40
 
 
 def test_the_cache_by_both_names_is_refused(engine, paged):

@@ -80,26 +80,13 @@ def test_the_mask_is_true_exactly_for_written_tokens(num_tokens, stored, skip, a
     asyncio.run(check())
 
 
-async def test_rows_are_checked_before_anything_is_copied():
-    cache = BlockCache()
-    async with cache.open() as engine:
-        for rows, error in (
-            ([0, BLOCKS], f"row {BLOCKS} .* 0 to {BLOCKS - 1}"),
-            ([-2, 0], "row -2"),
-            ([0], "8 tokens need 2 rows, but 1 were given"),
-        ):
-            for verb in (engine.store, engine.retrieve):
-                with pytest.raises(ValueError, match=error):
-                    await verb(range(8), rows)
-        for verb in (engine.store, engine.retrieve):
-            with pytest.raises(TypeError, match="float"):
-                await verb(range(8), [0.0, 1.0])
-        assert engine.statistics().tiers["cpu"].chunks == 0
-
-
 @pytest.mark.parametrize(
     ("rows", "error", "match"),
     [
+        ([0, BLOCKS], ValueError, f"row {BLOCKS} .* 0 to {BLOCKS - 1}"),
+        ([-2, 0], ValueError, "row -2"),
+        ([0], ValueError, "8 tokens need 2 rows, but 1 were given"),
+        ([0.0, 1.0], TypeError, "float"),
         (np.array([0, 2**64 - 1], np.uint64), ValueError, f"row {2**64 - 1} is out of bounds"),
         (np.array([0, 2**63], np.uint64), ValueError, f"row {2**63} is out of bounds"),
         ([0, 2**64 - 1], ValueError, f"row {2**64 - 1} is out of bounds"),
@@ -116,19 +103,7 @@ async def test_rows_are_checked_before_anything_is_copied():
         ("01", TypeError, "expected integers"),
         (None, TypeError, "expected integers"),
     ],
-    ids=[
-        "-1 as uint64",
-        "uint64",
-        "list",
-        "beyond 64 bits",
-        "below 64 bits",
-        "float",
-        "ragged",
-        "bfloat16",
-        "bool",
-        "text",
-        "none",
-    ],
+    ids=str,
 )
 async def test_rows_that_are_no_rows_are_refused(rows, error, match):
     cache = BlockCache()

@@ -54,6 +54,7 @@ except ImportError:  # before 0.33
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64)
+STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 @pytest.fixture
@@ -218,22 +219,6 @@ def test_the_location_of_the_processor_its_caches_and_the_chat_template_do_not_c
     assert root(one, setup) == root(other, setup)
 
 
-def test_the_root_of_a_text_model_is_that_of_version_0_1(config: Any, setup: Setup):
-    known = changed(config, "model_config.hf_config", SimpleNamespace(to_dict=dict))
-    engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
-    extra = namespace_of(known, kv_cache_config(setup), engine, "layout").extra
-
-    assert [name for name, _ in extra] == [
-        "attention",
-        "block_size",
-        "kv_cache_dtype",
-        "kv_cache_layout",
-        "model_config",
-        "speculative",
-        "vllm",
-    ]
-
-
 def test_weights_that_cannot_be_read_serve_this_process_alone(config: Any, setup: Setup, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("lmcache_async").propagate = True
@@ -250,13 +235,11 @@ def test_chunks_are_whole_blocks(config: Any, caplog):
         logging.getLogger("lmcache_async").setLevel(logging.INFO)
         assert engine_config(config, 16).chunk_size == 112
         assert engine_config(config, 128).chunk_size == 128
+        assert len(caplog.records) == 2
+        config.kv_transfer_config.kv_connector_extra_config["chunk_size"] = 256
+        assert engine_config(config, 16).chunk_size == 256
 
     assert len(caplog.records) == 2
-
-
-def test_a_chunk_size_that_fits_is_left_alone(config: Any, caplog):
-    assert engine_config(config, 16).chunk_size == 256
-    assert not caplog.records
 
 
 def group(spec: Any) -> KVCacheGroupSpec:
@@ -474,24 +457,14 @@ def test_a_user_may_disable_vllms_own_prefix_caching(tmp_path: Path, chunked_pre
     assert unsupported_reason(made, kv_cache_config(setup)) is None
 
 
-@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
-def test_pooling_over_the_whole_prompt_is_not_supported(config: Any, setup: Setup, pooling: str):
+@pytest.mark.parametrize(("pooling", "supported"), [("MEAN", False), ("CLS", False), ("LAST", True)])
+def test_only_pooling_of_the_last_token_is_supported(
+    config: Any, setup: Setup, pooling: str, supported: bool
+):
     pooled = changed(config, "model_config.pooler_config", PoolerConfig(seq_pooling_type=pooling))
 
-    assert "pooling" in str(unsupported_reason(pooled, kv_cache_config(setup)))
-
-
-def test_pooling_of_the_last_token_is_supported(config: Any, setup: Setup):
-    pooled = changed(config, "model_config.pooler_config", PoolerConfig(seq_pooling_type="LAST"))
-
-    assert unsupported_reason(pooled, kv_cache_config(setup)) is None
-
-
-def test_attention_to_later_tokens_is_not_supported(config: Any, setup: Setup):
-    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
-    seeing = dataclasses.replace(full, non_causal=True)
-
-    assert "causal" in str(unsupported_reason(config, with_groups(setup, group(seeing))))
+    reason = unsupported_reason(pooled, kv_cache_config(setup))
+    assert reason is None if supported else "pooling" in str(reason)
 
 
 @pytest.mark.parametrize(("backend", "supported"), [("FLASHINFER", False), ("FLASH_ATTN", True)])
@@ -534,47 +507,18 @@ def test_groups_of_layers_of_several_sizes_are_supported(config: Any, setup: Set
     assert sorted(name for each in groups_of(cache) for name in each.layers) == list(layers_of(*specs))
 
 
-def test_several_groups_of_full_attention_are_supported(config: Any, setup: Setup):
-    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
-    made = changed(config, "scheduler_config.disable_hybrid_kv_cache_manager", False)
-    made = changed(made, "cache_config.kv_cache_layout", "LBNHC")
-    cache = with_groups(setup, *get_kv_cache_groups(made, layers_of(full, full, WINDOW)))
-
-    assert unsupported_reason(config, cache) is None
-    assert [each.kind for each in groups_of(cache)].count("full") == 2
-
-
-@pytest.mark.parametrize("kind", [SlidingWindowSpec, ChunkedLocalAttentionSpec])
-def test_attention_windows_are_supported_beside_full_attention_and_alone(
-    config: Any, setup: Setup, kind: Any
+@pytest.mark.parametrize(("other", "remedy"), [(WINDOW, True), (STATE, False)], ids=["window", "state"])
+def test_several_groups_need_failures_by_request(
+    config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch, other: Any, remedy: bool
 ):
-    full = kv_cache_config(setup).kv_cache_groups[0].kv_cache_spec
-    common = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
-    size = {"sliding_window": 64} if kind is SlidingWindowSpec else {"attention_chunk_size": 64}
-    layers = {"layer.0": full, "layer.1": kind(**common, **size)}
-
-    def groups(disabled: bool) -> Any:
-        made = changed(config, "scheduler_config.disable_hybrid_kv_cache_manager", disabled)
-        made = changed(made, "cache_config.kv_cache_layout", "LBNHC")
-        return with_groups(setup, *get_kv_cache_groups(made, dict(layers)))
-
-    hybrid = groups(disabled=False)
-    assert unsupported_reason(config, hybrid) is None
-    assert unsupported_reason(config, groups(disabled=True)) is None
-    assert unsupported_reason(config, with_groups(setup, group(layers["layer.1"]))) is None
-    found = {each.kind for each in groups_of(hybrid)}
-    assert found == {"full", "window=64" if kind is SlidingWindowSpec else "local=64"}
-
-
-def test_windows_need_failures_by_request(config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch):
     """VLLM 0.31 and older report them by block, and several groups share block ids."""
     full = kv_cache_config(setup).kv_cache_groups[0]
     monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
 
-    reason = str(unsupported_reason(config, with_groups(setup, full, group(WINDOW))))
+    reason = str(unsupported_reason(config, with_groups(setup, full, group(other))))
 
     assert "vLLM 0.32" in reason
-    assert "--disable-hybrid-kv-cache-manager" in reason
+    assert ("--disable-hybrid-kv-cache-manager" in reason) == remedy
     assert unsupported_reason(config, with_groups(setup, full)) is None
 
 
@@ -596,9 +540,6 @@ def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
     assert group_namespace(whole, groups_of(alone)[0], groups_of(alone), "layout") == whole
 
 
-STATE = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
-
-
 def test_recurrent_states_are_supported_in_the_mode_that_keeps_them_at_block_boundaries(
     config: Any, setup: Setup
 ):
@@ -609,16 +550,6 @@ def test_recurrent_states_are_supported_in_the_mode_that_keeps_them_at_block_bou
     assert unsupported_reason(config, with_groups(setup, group(STATE))) is None
     reason = str(unsupported_reason(config, with_groups(setup, full, group(dense))))
     assert "--mamba-cache-mode align" in reason
-    assert "--disable" not in reason
-
-
-def test_no_remedy_is_named_where_there_is_none(config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch):
-    full = kv_cache_config(setup).kv_cache_groups[0]
-    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
-
-    reason = str(unsupported_reason(config, with_groups(setup, full, group(STATE))))
-
-    assert "vLLM 0.32" in reason
     assert "--disable" not in reason
 
 
@@ -658,6 +589,9 @@ def test_unsupported_features_are_named(config: Any, setup: Setup):
     reasons = [
         unsupported_reason(config, with_groups(setup)),
         unsupported_reason(config, with_groups(setup, full, group(SCRATCH))),
+        unsupported_reason(
+            config, with_groups(setup, group(dataclasses.replace(full.kv_cache_spec, non_causal=True)))
+        ),
         unsupported_reason(config, with_groups(setup, dataclasses.replace(full, enable_kv_transfer=False))),
         unsupported_reason(
             changed(config, "parallel_config.decode_context_parallel_size", 2), kv_cache_config(setup)
@@ -668,7 +602,7 @@ def test_unsupported_features_are_named(config: Any, setup: Setup):
     ]
     for reason, word in zip(
         reasons,
-        ("no KV", "no prefix of CircularBufferSpec", "transferred", "context", "calculate"),
+        ("no KV", "no prefix of CircularBufferSpec", "causal", "transferred", "context", "calculate"),
         strict=True,
     ):
         assert reason is not None
@@ -682,10 +616,7 @@ def test_a_replica_of_a_dense_model_is_known_by_its_index(rank: int):
 
     assert parallel.data_parallel_rank == 0
     assert data_parallel_index(SimpleNamespace(parallel_config=parallel)) == rank
-
-
-def test_a_vllm_without_data_parallelism_is_the_first_replica(config: Any):
-    assert data_parallel_index(config) == 0
+    assert data_parallel_index(SimpleNamespace(parallel_config=ParallelConfig())) == 0
 
 
 def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):

@@ -16,13 +16,12 @@ import pytest
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.integration.vllm.keys import PROMISE_FIELD
 from lmcache_async.testing.fakes import FakeRegistry
-from tests.support.vllm_simulator import SimulatedVLLM
+from tests.support.vllm_simulator import SimulatedVLLM, prompt
 from tests.unit.vllm.shelf import Shelf
 from tests.unit.vllm.test_simulated import (
     Simulators,
     assert_nothing_is_held,
     expected,
-    prompt,
     scheduler_of,
 )
 
@@ -144,21 +143,6 @@ def test_a_producer_that_died_costs_the_configured_time_and_no_answer(pair: Pair
     assert consumer.cached_tokens["d"] == (0, chunks * 64)
     assert consumer.outputs["d"] == expected(tokens, 4)
     assert (waits(consumer).kept, waits(consumer).late) == (0, 1)
-    assert_nothing_is_held(consumer)
-
-
-def test_many_requests_of_a_producer_that_died_all_get_their_answers(pair: Pair):
-    producer = pair.vllm("kv_producer")
-    consumer = pair.vllm("kv_consumer", {"vllm.wait_for_producer_s": 0.2})
-    pair.shelf.slow = True
-    prompts = {f"r{index}": prompt(70 + index, seed=index) for index in range(20)}
-    for name, tokens in prompts.items():
-        consumer.add(name, tokens, params=pair.prefill(producer, name, tokens))
-    consumer.run()
-
-    for name, tokens in prompts.items():
-        assert consumer.outputs[name] == expected(tokens, 4)
-    assert waits(consumer).late == 20
     assert_nothing_is_held(consumer)
 
 

@@ -209,18 +209,6 @@ def test_a_hit_is_that_of_vllms_coordinator_on_what_is_stored(groups, num_tokens
     assert hit <= usable(groups, num_tokens, set().union(*(stored[name] for name in held)))
 
 
-@pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_a_hit_ends_before_the_first_chunk_that_a_group_of_full_attention_lacks(lacking: int) -> None:
-    groups = [KVGroup(0, BLOCK), KVGroup(1, 2 * BLOCK), KVGroup(2, BLOCK)]
-    rank, keys = Rank(), opened_keys(groups, 5 * CHUNK)
-    store_chunks(rank, keys, groups, [2 if group.index == lacking else 5 for group in groups])
-
-    answer = find(keys, groups, rank)
-
-    assert (answer.chunks, answer.partial_tokens, answer.resident) == (2, 0, False)
-    assert answer.hit_tokens(CHUNK) == 2 * CHUNK
-
-
 @pytest.mark.parametrize("num_tokens", [2 * CHUNK + BLOCK, 4 * CHUNK], ids=["same prompt", "longer prompt"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(

@@ -54,12 +54,11 @@ def test_metadata_travels_by_pickle_and_is_small():
     assert len(data) < 1100
 
 
-def test_reports_of_ranks_add_up():
-    merged = WorkerReport({1: 1, 2: 1}, step=7).aggregate(WorkerReport({2: 1, 3: 1}, step=7))
+def test_reports_of_ranks_add_up_and_are_truthy_or_vllm_would_drop_them():
+    one, other = (
+        WorkerReport({1: 1, 2: 1}, {1: 0, 2: 1}, step=7),
+        WorkerReport({2: 1, 3: 1}, {1: 0, 2: 2}, step=7),
+    )
 
-    assert merged.copied == {1: 1, 2: 2, 3: 1}
-    assert merged.step == 7
-
-
-def test_a_report_is_truthy_or_vllm_would_drop_it():
-    assert WorkerReport({1: 1})
+    assert one
+    assert one.aggregate(other) == WorkerReport({1: 1, 2: 2, 3: 1}, {1: 0, 2: 3}, step=7)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
-from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
+from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,11 +25,8 @@ def make(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Callable[..
 
     def simulator(**setup: Any) -> SimulatedVLLM:
         options = {
-            "chunk_size": CHUNK,
+            **SIMULATOR_OPTIONS,
             "arena.max_bytes": "1MiB",
-            "arena.prefault": False,
-            "vllm.load_policy": "always",
-            "vllm.lookup_timeout_s": 20.0,
             "vllm.socket_dir": str(socket_dir),
             "tiers": [
                 "cpu",
@@ -45,11 +41,6 @@ def make(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Callable[..
     yield simulator
     for sim in made:
         sim.close()
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    chosen = random.Random(seed)
-    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
 def published(sim: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

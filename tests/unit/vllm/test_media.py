@@ -54,32 +54,24 @@ def test_a_text_model_has_nothing_to_hash() -> None:
 
 @pytest.mark.parametrize("identity", [HASHED, COUNTED], ids=["hashed", "counted"])
 @pytest.mark.parametrize(
-    "identifier",
+    ("identifier", "content"),
     [
-        "renderer0-mm-1-image-0",
-        "renderer12-mm-3456-vision_chunk-7",
-        "adapter:renderer0-mm-1-video-0",
-        "team:adapter:renderer0-mm-1-audio-0",
-        "",
+        ("renderer0-mm-1-image-0", False),
+        ("renderer12-mm-3456-vision_chunk-7", False),
+        ("adapter:renderer0-mm-1-video-0", False),
+        ("team:adapter:renderer0-mm-1-audio-0", False),
+        ("", False),
+        ("cat.png", True),
+        ("adapter:cat.png", True),
+        ("123e4567-e89b-12d3-a456-426614174000", True),
+        (f"sha256-{DIGEST}", True),
+        ("my renderer0-mm", True),
     ],
 )
-def test_a_count_is_never_content(identity: MediaIdentity, identifier: str) -> None:
-    assert not identity.is_content(identifier)
-
-
-@pytest.mark.parametrize("identity", [HASHED, COUNTED], ids=["hashed", "counted"])
-@pytest.mark.parametrize(
-    "identifier",
-    [
-        "cat.png",
-        "adapter:cat.png",
-        "123e4567-e89b-12d3-a456-426614174000",
-        f"sha256-{DIGEST}",
-        "my renderer0-mm",
-    ],
-)
-def test_a_clients_name_is_content(identity: MediaIdentity, identifier: str) -> None:
-    assert identity.is_content(identifier)
+def test_a_clients_name_is_content_and_a_count_is_not(
+    identity: MediaIdentity, identifier: str, content: bool
+) -> None:
+    assert identity.is_content(identifier) == content
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])

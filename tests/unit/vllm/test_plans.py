@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lmcache_async.integration.vllm.scheduler import MAX_PLANS
+from tests.support.vllm_simulator import prompt
 from tests.unit.vllm.test_scheduler import Bench
-from tests.unit.vllm.test_simulated import Simulators, engine_of, prompt, simulators
+from tests.unit.vllm.test_simulated import Simulators, engine_of, simulators
 
 __all__ = ["simulators"]
 
@@ -23,12 +24,9 @@ def test_each_request_is_sent_once_and_no_more_than_the_page_shows() -> None:
     assert len(bench.idle().plans) == MAX_PLANS
     assert bench.idle().plans == ()
 
-
-def test_without_a_status_page_nothing_is_sent() -> None:
-    bench = Bench()
-    bench.allocate(bench.request(20), 0, 20)
-
-    assert bench.idle().plans == ()
+    without_page = Bench()
+    without_page.allocate(without_page.request(20), 0, 20)
+    assert without_page.idle().plans == ()
 
 
 def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) -> None:

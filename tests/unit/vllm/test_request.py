@@ -73,21 +73,6 @@ def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: An
     tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **options))
 
 
-def test_a_hit_is_loaded_after_the_local_tokens_and_its_pins_are_released_at_the_end() -> None:
-    tracker = tracker_of(40)
-    lookup = ask(tracker)
-    answer(tracker, lookup, Answer(2, pinned=True))
-    tracker.local_found(0)
-    offer = tracker.offer(0.0, ready=True)
-    tracker.admitted(16)
-    span = tracker.load_started(16)
-
-    assert (offer.tokens, offer.is_async) == (16, True)
-    assert (span.local, span.hit) == (0, 16)
-    assert tracker.lookup_unused() is None  # the load needs its pins
-    assert tracker.load_ended() == Release(lookup, Answer(2, pinned=True))
-
-
 def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
     tracker = tracker_of(40)
     first = ask(tracker, name="1")
@@ -97,14 +82,6 @@ def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
     assert tracker.offer(0.0, ready=True).tokens is None
     answer(tracker, second, MISS)
     assert tracker.offer(0.0, ready=True).tokens == 0
-
-
-def test_pins_of_a_lookup_are_released_once() -> None:
-    tracker = tracker_of(40)
-    answer(tracker, ask(tracker), Answer(2, pinned=True))
-
-    assert tracker.lookup_unused() is not None
-    assert tracker.lookup_unused() is None
 
 
 def test_a_load_that_was_never_offered_cannot_start() -> None:

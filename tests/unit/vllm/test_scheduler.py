@@ -220,19 +220,12 @@ def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
 # Lookups
 
 
-def test_a_request_is_looked_up_before_it_is_queued():
-    bench = Bench()
-    bench.request(20)
-
-    assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
-
-
-def test_while_the_answer_is_out_vllm_is_told_to_ask_again():
+def test_a_request_is_looked_up_once_and_vllm_asks_again_until_the_answer():
     bench = Bench()
     request = bench.request(20)
 
     assert [bench.scheduler.match(request, 0) for _ in range(3)] == [(None, False)] * 3
-    assert len(bench.client.asked) == 1
+    assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
 
 
 def test_an_answer_that_is_late_is_a_miss_and_counted_once():
@@ -264,14 +257,6 @@ def test_only_tokens_after_vllms_own_hit_are_offered_for_asynchronous_loads(chun
 
     assert external == max(0, chunks * CHUNK + partial * BLOCK - local * BLOCK)
     assert is_async == (external > 0)
-
-
-def test_a_full_hit_offers_every_token():
-    bench = Bench()
-    request = bench.request(16)
-    bench.answer(request, hit(2))
-
-    assert bench.scheduler.match(request, 0) == (16, True)
 
 
 @pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
@@ -356,38 +341,22 @@ def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
     assert bench.scheduler.load_policy.prefill.seconds(200) == pytest.approx(0.1)
 
 
-def test_steps_have_no_number_if_the_speed_of_the_model_is_set():
-    bench = Bench(**SLOW)
-
-    assert bench.step((bench.request(160), 160)).step == 0
-
-
-@pytest.mark.parametrize("params", [{"skip_load": True}, {"lmcache.skip_load": 1}], ids=["ours", "lmcache"])
-def test_a_request_may_ask_not_to_be_loaded(params):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": {"skip_load": True}},
+        {"params": {"lmcache.skip_load": 1}},
+        {"skip_reading_prefix_cache": True},
+    ],
+    ids=["ours", "lmcache", "vllm"],
+)
+def test_a_request_may_ask_not_to_be_loaded(options):
     bench = Bench()
-    request = bench.request(20, params=params)
+    request = bench.request(20, **options)
 
     assert bench.scheduler.match(request, 0) == (0, False)
     assert not bench.client.asked
     assert spans(bench.step((request, 20)).stores) == [(0, 16), (16, 20)]
-
-
-def test_a_request_that_must_not_read_caches_is_not_looked_up():
-    bench = Bench()
-    request = bench.request(20, skip_reading_prefix_cache=True)
-
-    assert bench.scheduler.match(request, 0) == (0, False)
-    assert not bench.client.asked
-
-
-def test_a_producer_never_loads_and_a_consumer_never_stores():
-    producer, consumer = Bench(roles=Roles(loads=False)), Bench(roles=Roles(stores=False))
-    first, second = producer.request(20), consumer.request(20)
-
-    assert producer.scheduler.match(first, 0) == (0, False)
-    assert spans(producer.step((first, 20)).stores) == [(0, 16), (16, 20)]
-    assert consumer.scheduler.match(second, 0) == (None, False)
-    assert consumer.step((second, 20)).stores == ()
 
 
 @pytest.mark.parametrize(("identifier", "cached"), [("renderer0-mm-1-image-0", False), ("cat.png", True)])
@@ -499,30 +468,14 @@ def test_a_load_is_of_the_chunks_that_overlap_and_skips_the_blocks_that_vllm_has
     assert sum(len(rows) for _, rows in parts) == len(expected)
 
 
-def test_a_load_is_sent_once():
-    bench = Bench()
-    load(bench, hit(2), num_tokens=30, local=0)
-
-    assert bench.idle().loads == ()
-
-
 def test_pins_of_a_lookup_last_until_the_load_has_ended():
     bench = Bench()
     request, _ = load(bench, hit(2), num_tokens=30, local=0)
     bench.allocate(request, 0, 16)
 
+    assert bench.idle().loads == ()  # sent once
     assert not bench.client.released
     bench.report(finished={request.request_id})
-    assert len(bench.client.released) == 1
-
-
-def test_pins_are_given_back_when_vllm_loads_nothing():
-    bench = Bench()
-    request = bench.request(30)
-    bench.answer(request, hit(2))
-    bench.scheduler.match(request, 24)
-    bench.allocate(request, 0, 30)
-
     assert len(bench.client.released) == 1
 
 
@@ -560,29 +513,6 @@ def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
 
     assert bench.scheduler.match(request, 0) == (0, False)
     assert len(bench.client.asked) == 1
-
-
-def test_a_failure_of_one_load_says_nothing_about_another():
-    bench = Bench()
-    _, bad = load(bench, hit(3), num_tokens=37, local=0)
-    good, _ = load(bench, hit(3), num_tokens=37, local=0)
-    bench.report(bad=set(bad.touched_blocks()))
-
-    assert not tracker(bench, good).load_failed
-
-
-def test_a_load_that_cannot_be_planned_is_sent_as_lost_with_all_its_blocks():
-    bench = Bench()
-    request = bench.request(30)
-    bench.answer(request, hit(2))
-    bench.scheduler.match(request, 4)
-    blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
-
-    bench.scheduler.lose_load(request, blocks)
-
-    (job,) = bench.scheduler.take_loads()
-    assert job.parts[0].keys == ()
-    assert job.touched_blocks() == [block.block_id for block in blocks.blocks[0][2:]]
 
 
 def test_a_load_whose_job_cannot_be_created_is_lost_too():
@@ -734,15 +664,6 @@ def test_chunks_are_stored_in_the_step_that_completes_them():
     assert stored == [[], [(0, 8)], [(8, 24)], [(24, 32), (32, 36)][:1], [(32, 36)]]
 
 
-def test_a_job_reads_exactly_the_blocks_of_its_tokens():
-    bench = Bench()
-    request = bench.request(37)
-    jobs = bench.step((request, 37)).stores
-    ids = [block.block_id for block in bench.blocks[request.request_id]]
-
-    assert [job.parts[0].rows().tolist() for job in jobs] == [ids[:16], ids[16:18]]
-
-
 def test_a_job_has_a_part_for_each_group():
     bench = Bench(groups=2)
     request, load_of_both = load(bench, hit(2), num_tokens=36, local=0)
@@ -776,27 +697,17 @@ def test_every_group_of_full_attention_has_keys_of_its_own_for_the_same_chunks()
     assert len({own for part in load_of_all.parts for own in unpacked(part.keys)}) == 3 * RANKS * 3
 
 
-def test_chunks_found_by_the_lookup_are_not_stored_again():
+@pytest.mark.parametrize(
+    ("found", "tokens", "stored"),
+    [(hit(2), 36, [(16, 32), (32, 36)]), (hit(4, 4), 37, [])],
+    ids=["chunks", "all"],
+)
+def test_what_the_lookup_found_is_not_stored_again(found: Answer, tokens: int, stored: list[tuple[int, int]]):
     bench = Bench()
-    request, _ = load(bench, hit(2), num_tokens=36, local=0)
+    request, _ = load(bench, found, num_tokens=tokens, local=0)
     bench.report(finished={request.request_id})
 
-    assert spans(bench.step((request, 20)).stores) == [(16, 32), (32, 36)]
-
-
-def test_a_prompt_that_is_there_to_its_partial_end_is_not_stored_at_all():
-    bench = Bench()
-    request, _ = load(bench, hit(4, 4), num_tokens=37, local=0)
-    bench.report(finished={request.request_id})
-
-    assert bench.step((request, 1)).stores == ()
-
-
-def test_nothing_is_stored_while_a_load_is_under_way():
-    bench = Bench()
-    request, _ = load(bench, hit(2), num_tokens=36, local=0)
-
-    assert bench.step((request, 0)).stores == ()
+    assert spans(bench.step((request, tokens - found.hit_tokens(CHUNK))).stores) == stored
 
 
 @pytest.mark.parametrize(("generated", "stored"), [(True, [(8, 16)]), (False, [])])
@@ -810,13 +721,6 @@ def test_generated_tokens_are_stored_chunk_by_chunk_unless_configured_otherwise(
         jobs.extend(bench.step((request, 1)).stores)
 
     assert spans(jobs) == stored
-
-
-def test_partial_chunks_stay_out_if_so_configured():
-    bench = Bench(**{"store.partial_chunks": False})
-    request = bench.request(12)
-
-    assert spans(bench.step((request, 12)).stores) == [(0, 8)]
 
 
 def test_drafted_tokens_that_may_be_rejected_are_not_stored():
@@ -871,14 +775,6 @@ def test_source_blocks_are_held_until_every_rank_has_copied_them():
     assert bench.pool.get_num_free_blocks() == 1000
 
 
-def test_blocks_of_a_running_request_would_not_become_free():
-    bench = Bench()
-    request = bench.request(16)
-    bench.step((request, 16))
-
-    assert not bench.scheduler.would_free_blocks
-
-
 def test_beyond_the_cap_chunks_wait_for_a_later_step():
     bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
     request = bench.request(32)
@@ -906,17 +802,6 @@ def test_a_long_prefill_is_several_jobs():
     jobs = bench.step((request, request.num_tokens)).stores
 
     assert [job.num_chunks for job in jobs] == [MAX_JOB_CHUNKS, MAX_JOB_CHUNKS, 1]
-
-
-def test_chunks_without_keys_wait_for_them():
-    bench = Bench()
-    bench.client.hashes = False
-    request = bench.request(16)
-
-    assert bench.step((request, 16)).stores == ()
-    bench.client.hashes = True
-    bench.client.hash(tracker(bench, request).keys, 16)
-    assert spans(bench.step((request, 0)).stores) == [(0, 16)]
 
 
 def test_the_last_chunks_of_a_finished_request_wait_for_their_keys_with_their_blocks_held():
@@ -1079,26 +964,16 @@ def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step(
     assert [block.ref_cnt for block in states] == [1, 1]
 
 
-def test_vllm_gets_the_position_where_prompts_with_a_common_prefix_differ() -> None:
-    """It ends a step there and offers the recurrent states."""
+@pytest.mark.parametrize(("known", "position"), [(0, 4), (5, 5)])
+def test_vllm_gets_the_position_where_prompts_with_a_common_prefix_differ(known: int, position: int) -> None:
+    """It ends a step there and offers the recurrent states. A longer prefix that it knows is kept."""
     bench = Bench(states=1)
     request = bench.request(6 * CHUNK)
+    request.shared_prefix_boundary = known * CHUNK
     bench.answer(request, Answer(4, boundary=CHUNK))
 
-    offered, _ = bench.scheduler.match(request, 0)
-
-    assert offered == CHUNK
-    assert request.shared_prefix_boundary == 4 * CHUNK
-
-
-def test_a_longer_common_prefix_that_vllm_knows_is_kept() -> None:
-    bench = Bench(states=1)
-    request = bench.request(6 * CHUNK)
-    request.shared_prefix_boundary = 5 * CHUNK
-    bench.answer(request, Answer(4, boundary=CHUNK))
-    bench.scheduler.match(request, 0)
-
-    assert request.shared_prefix_boundary == 5 * CHUNK
+    assert bench.scheduler.match(request, 0)[0] == CHUNK
+    assert request.shared_prefix_boundary == position * CHUNK
 
 
 @pytest.mark.parametrize(("states", "stored"), [(0, 4 * CHUNK), (1, 4 * CHUNK + BLOCK)])

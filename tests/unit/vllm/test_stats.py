@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +27,7 @@ from lmcache_async.integration.vllm.metrics import (
 )
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.metrics.series import CALL_BUCKETS_S
-from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM
+from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,11 +59,7 @@ def simulator(
     tmp_path: Path, socket_dir: Path, until: Until, multi: bool, shards: int | None
 ) -> Iterator[SimulatedVLLM]:
     options = {
-        "chunk_size": 64,
-        "arena.max_bytes": "8MiB",
-        "arena.prefault": False,
-        "vllm.load_policy": "always",
-        "vllm.lookup_timeout_s": 20.0,
+        **SIMULATOR_OPTIONS,
         "vllm.prefill_tokens_per_s": 100,
         "vllm.socket_dir": str(socket_dir),
         "tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}],
@@ -109,11 +104,6 @@ def settle(sim: SimulatedVLLM, until: Until) -> None:
     engines = [each.engine for rank in sim.ranks for each in ours(rank.connector).worker.engines]
     until(lambda: all(engine.statistics().running == 0 for engine in engines))
     assert sim.scheduler.reset_prefix_cache()
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    chosen = random.Random(seed)
-    return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
 def run_until_received(

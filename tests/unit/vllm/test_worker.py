@@ -504,13 +504,6 @@ def test_a_forward_that_does_not_wait_for_every_layer_has_used_what_was_not_ther
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
 
 
-def test_a_layer_of_an_unknown_name_waits_for_everything(deep: Worker):
-    deep.begin_step(waited_load())
-    deep.wait_for_layer("shares the cache of another")
-
-    assert deep.take_failed_blocks() == set()
-
-
 def test_a_layerwise_load_that_cannot_be_started_does_not_block(deep: Worker, monkeypatch):
     monkeypatch.setattr(deep.engine, "fence", lambda: 1 / 0)
     deep.begin_step(waited_load())
@@ -529,9 +522,12 @@ def test_a_load_whose_end_cannot_be_reported_has_failed(deep: Worker, monkeypatc
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
 
 
-def test_a_layer_of_an_unknown_name_excuses_no_other(deep: Worker):
+@pytest.mark.parametrize(("waited", "failed"), [([], set()), (["first"], {10, 11, 12, 13, 14})])
+def test_a_layer_of_an_unknown_name_waits_for_everything_and_excuses_no_other(
+    deep: Worker, waited: list[str], failed: set[int]
+):
     deep.begin_step(waited_load())
-    deep.wait_for_layer("first")
-    deep.wait_for_layer("shares the cache of another")
+    for name in [*waited, "shares the cache of another"]:
+        deep.wait_for_layer(name)
 
-    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
+    assert deep.take_failed_blocks() == failed
