@@ -156,22 +156,28 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
     handle = handle_of(inner, timeout_s=0.05)
     tier = HandleTier(handle)
     free = arena.statistics().leased_slabs
+
+    async def call_stuck(number: int) -> None:
+        with (
+            record(arena, number) as buffer,
+            pytest.raises(TierUnavailableError, match="did not answer in"),
+        ):
+            await (tier.get(key_of(1), allocate) if call == "preadv" else tier.put(key_of(number), buffer))
+        await turns()
+
     async with tier:
         with record(arena, 1) as buffer:
             await inner.put(key_of(1), buffer)
         fds = open_fds()
         gate.shut()
-        for number in range(2, 6):  # more than the number of threads
-            if call == "preadv":
-                with pytest.raises(TierUnavailableError, match="did not answer in"):
-                    await tier.get(key_of(1), allocate)
-            else:
-                with (
-                    record(arena, number) as buffer,
-                    pytest.raises(TierUnavailableError, match="did not answer in"),
-                ):
-                    await tier.put(key_of(number), buffer)
-        await turns()
+        number = 1
+        # A call whose deadline passes before its thread begins is withdrawn, as on a busy machine.
+        while handle.late_calls < config.io_threads:
+            number += 1
+            await call_stuck(number)
+        for _ in range(2):  # more than the number of threads
+            number += 1
+            await call_stuck(number)
         late, leased = handle.late_calls, arena.statistics().leased_slabs - free
         there = await tier.contains(key_of(1))  # operations without disk access continue
         gate.open()
@@ -243,13 +249,16 @@ async def test_the_handle_closes_a_stuck_tier_within_its_deadline(
     config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "pwrite")
-    tier = handle_of(DiskTier(config), timeout_s=0.05, close_timeout_s=0.05)
+    tier = handle_of(DiskTier(config), timeout_s=60, close_timeout_s=0.05)
     async with asyncio.timeout(60):
         async with tier:
             gate.shut()
             with record(arena, 1) as buffer:
-                (error,) = await tier.put([(key_of(1), buffer)])
-            assert "did not answer in" in str(error)
+                writing = asyncio.ensure_future(tier.put([(key_of(1), buffer)]))
+                await gate.reached()
+                writing.cancel()
+                await asyncio.wait({writing})
+    assert tier.late_calls == 1
     gate.open()
     assert await tier.drain(timeout_s=60)
     await reopened(config, holds=1)

@@ -501,7 +501,7 @@ class SlowCUDA:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.registered.append(address)
         self.begun.set()
-        self.in_time = self.go_on.wait(5)  # the loop must not block here
+        self.in_time = self.go_on.wait(DEADLINE_S)  # the loop must not block here
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:

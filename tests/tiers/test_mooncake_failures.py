@@ -28,7 +28,7 @@ from tests.support.traffic import Traffic
 pytestmark = pytest.mark.one_loop
 
 DEADLINE_S = 0.5
-SLACK_S = 5.0
+SLACK_S = 20.0
 """Time that a call may take beyond its deadline on a busy machine."""
 
 
@@ -119,13 +119,13 @@ async def test_a_master_that_hangs_is_given_up(pool: MooncakePool, arena: Arena,
         await until_hit(tier, arena, allocate)
 
 
-@pytest.mark.usefixtures("haste")
 async def test_a_store_that_hangs_does_not_hold_up_lookups(
-    pool: MooncakePool, arena: Arena, allocate: Allocate
+    mooncake_pool: MooncakePool, arena: Arena, allocate: Allocate
 ) -> None:
-    async with bound_tier(pool, arena, threads=1) as tier:
+    """With the master's and the client's usual patience, so that the read has not failed at the lookup's end."""
+    async with bound_tier(mooncake_pool, arena, threads=1) as tier:
         await until_hit(tier, arena, allocate)
-        with hanging(pool.signal_segment):
+        with hanging(mooncake_pool.signal_segment):
             reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
             assert await tier.contains(key_of(1))
             assert not reading.done()

@@ -16,6 +16,7 @@ from lmcache_async.plugins.s3.bucket import Bucket, name_of
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
+from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.tiers.base import Allocate
 from tests.support.s3_server import S3Server
 from tests.tiers.proxy import Proxy
@@ -139,16 +140,20 @@ async def test_no_more_requests_are_under_way_than_asked_for(
             assert await tier.put_many(items) == [None] * 4
             for _, buffer in items:
                 buffer.release()
-            answers = await asyncio.gather(
-                tier.get_many([key for key, _ in items], allocate),
-                tier.count_prefix([key for key, _ in items]),
-            )
-            for buffer in answers[0]:
+            keys = [key for key, _ in items]
+            proxy.requests.shut()
+            reading = asyncio.gather(tier.get_many(keys, allocate), tier.count_prefix(keys))
+            async with asyncio.timeout(DEADLINE_S):
+                while proxy.most_waiting < 3:
+                    await asyncio.sleep(0)
+            proxy.requests.open()
+            buffers, count = await in_time(reading)
+            for buffer in buffers:
                 assert isinstance(buffer, Buffer)
                 buffer.release()
 
-        assert answers[1] == 4
-        assert 1 < proxy.most_waiting <= 3
+        assert count == 4
+        assert proxy.most_waiting == 3
 
 
 async def test_a_forked_child_cannot_use_what_it_inherited(

@@ -24,6 +24,7 @@ from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
 from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
+from tests.tiers.layered import in_virtual_time
 
 
 def content_of(number):
@@ -517,6 +518,7 @@ async def test_queued_chunks_are_written_before_the_tiers_are_closed(arena):
     assert len(tier.records) == 4
 
 
+@in_virtual_time
 async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
     ended = asyncio.Event()
 
