@@ -114,7 +114,7 @@ def damage(rig: Rig, changes: list[tuple[int, list[Damage]]], swaps: list[tuple[
     return {number for number, content in before.items() if rig.path(number).read_bytes() == content}
 
 
-def test_any_damage_to_records_on_disk() -> None:
+def test_any_damage_to_records_on_disk():
     @effort
     @given(damaged, swaps, st.booleans(), st.booleans(), st.booleans())
     def check(
@@ -214,7 +214,7 @@ def foreign(root: Path) -> set[Path]:
     }
 
 
-def test_any_thing_in_the_directory_at_the_start() -> None:
+def test_any_thing_in_the_directory_at_the_start():
     @effort
     @given(st.lists(st.tuples(places, names, kinds), max_size=6), st.booleans(), st.booleans())
     @example(

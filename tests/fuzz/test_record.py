@@ -106,7 +106,7 @@ def _without_secrets(record: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("payload", [True, False])
-def test_any_change_of_a_record(payload: bool) -> None:
+def test_any_change_of_a_record(payload):
     @effort
     @given(changes)
     @example([flip(100, 1)])
@@ -125,19 +125,17 @@ def test_any_change_of_a_record(payload: bool) -> None:
 
 
 @given(st.sampled_from([OURS, OURS_ENCRYPTED]), st.integers(1, 6), st.binary(max_size=5000))
-def test_a_whole_record_is_proven_in_pieces_of_any_size_whatever_is_behind_it(
-    record: bytes, pages: int, behind: bytes
-) -> None:
+def test_a_whole_record_is_proven_in_pieces_of_any_size_whatever_is_behind_it(record, pages, behind):
     assert prove(in_pieces(record + behind, pages * PAGE), key=key_of(1)) == len(record)
 
 
-def test_a_record_under_another_key_is_not_proven() -> None:
+def test_a_record_under_another_key_is_not_proven():
     with pytest.raises(ChunkCorruptError) as caught:
         prove(in_pieces(OURS), key=key_of(2))
     assert caught.value.cause == "key"
 
 
-def test_any_bytes_read_as_a_record_give_its_content_or_an_error() -> None:
+def test_any_bytes_read_as_a_record_give_its_content_or_an_error():
     @effort
     @given(st.binary(max_size=3 * PAGE), st.booleans())
     def check(data: bytes, start_right: bool) -> None:
@@ -185,7 +183,7 @@ forged = st.one_of(
 )
 
 
-def test_any_fields_under_a_right_checksum() -> None:
+def test_any_fields_under_a_right_checksum():
     """A writer of a tier can compute the checksum of a header too."""
 
     @effort
@@ -217,7 +215,7 @@ def test_any_fields_under_a_right_checksum() -> None:
     keep_at_it(check)
 
 
-def test_any_change_of_an_encrypted_record() -> None:
+def test_any_change_of_an_encrypted_record():
     @effort
     @given(st.lists(damages(OTHERS_ENCRYPTED), max_size=4))
     @example([flip(60, 1)])

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import pytest
 
 from lmcache_async.registry import Registry
 
 
 @pytest.fixture(scope="session")
-def installed() -> Registry:
+def installed():
     """The installed plug-ins, read once."""
     return Registry()

@@ -1,7 +1,5 @@
 """The tests of docs/test-your-tier.md pass in a separate project."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,12 +12,12 @@ TESTS = re.findall(r"^```python title=\"test_[a-z]+\.py\"\n(.*?)^```", PAGE, re.
 
 
 @pytest.mark.parametrize("number", range(len(TESTS)))
-def test_the_pages_tests_pass(number: int, tmp_path: Path) -> None:
+def test_the_pages_tests_pass(number, tmp_path):
     (tmp_path / "test_page.py").write_text(TESTS[number], encoding="utf-8")
     run_tests(tmp_path)
 
 
-def test_the_page_has_a_tier_of_at_most_thirty_lines_and_its_test() -> None:
+def test_the_page_has_a_tier_of_at_most_thirty_lines_and_its_test():
     tier = re.search(r"^class FolderConfig.*?(?=^class TestFolderTier)", TESTS[0], re.MULTILINE | re.DOTALL)
 
     assert len(TESTS) == 2

@@ -1,7 +1,5 @@
 """Options of the fake tiers: failures, blocked calls and delays."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

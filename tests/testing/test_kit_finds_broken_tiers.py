@@ -42,7 +42,7 @@ def pytest_sessionfinish(session):
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def outcome(tmp_path_factory):
     """By name of the test class: the first failing case, and pytest's report."""
     folder = tmp_path_factory.mktemp("third_party")
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
@@ -67,19 +67,19 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def failed(outcome: list[dict[str, Any]]) -> dict[str, list[str]]:
+def failed(outcome):
     return outcome[0]
 
 
-def test_a_correct_tier_passes_in_a_project_without_our_conftest(failed: dict[str, list[str]]) -> None:
+def test_a_correct_tier_passes_in_a_project_without_our_conftest(failed):
     assert failed.get("TestDictTier") is None
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-def test_the_suite_detects_a_broken_tier(kind: type, failed: dict[str, list[str]]) -> None:
+def test_the_suite_detects_a_broken_tier(kind, failed):
     assert failed.get(f"Test{kind.__name__}"), f"no case finds out: {kind.__doc__}"
 
 
-def test_a_failure_shows_the_values(outcome: list[dict[str, Any]]) -> None:
+def test_a_failure_shows_the_values(outcome):
     """As in a test module, because assertion rewriting is enabled for the kit."""
     assert "assert 3 == 2" in outcome[1]["TestPrefixOverHoles"]

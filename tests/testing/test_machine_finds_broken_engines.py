@@ -1,7 +1,5 @@
 """The state machine of the engine finds planted bugs; each breaks one guarantee."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

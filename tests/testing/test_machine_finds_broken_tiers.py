@@ -63,14 +63,14 @@ def search(kind: type[DictTier]) -> None:
 
 
 @pytest.mark.parametrize("kind", FINDABLE, ids=lambda kind: kind.__name__)
-def test_the_machine_detects_a_broken_tier(kind: type[DictTier], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_detects_a_broken_tier(kind, monkeypatch):
     monkeypatch.setattr(base, "DEADLINE_S", 0.05)
 
     with pytest.raises(BaseException):  # noqa: B017, PT011 - whatever shows it
         search(kind)
 
 
-def test_the_machine_passes_a_correct_tier() -> None:
+def test_the_machine_passes_a_correct_tier():
     run_state_machine_as_test(machine_of(DictTier), settings=settings(SETTINGS, max_examples=20))
 
 
@@ -107,7 +107,7 @@ class LateTier(DictTier):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_late_effects_of_cancelled_calls_are_allowed_if_declared(late: bool) -> None:
+def test_late_effects_of_cancelled_calls_are_allowed_if_declared(late):
     class Machine(TierMachine):
         late_effects = late
 

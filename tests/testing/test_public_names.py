@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "test-your-tier.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", kit.__all__)
-def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
+def test_a_public_name_exists_and_has_a_docstring(name):
     assert getattr(kit, name).__doc__
     assert name in dir(kit)
 
@@ -23,11 +23,11 @@ def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["TierConformance", "TierMachine", "DictTier", "token_streams", "tier_stacks"]
 )
-def test_the_page_describes_it(name: str) -> None:
+def test_the_page_describes_it(name):
     assert name in PAGE
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'TierConformity'"):
         _ = kit.TierConformity
 
@@ -43,9 +43,7 @@ def run(folder: Path, missing: str, code: str) -> Ended:
     ("missing", "name"),
     [("pytest", "TierConformance"), ("hypothesis", "TierMachine"), ("hypothesis", "payloads")],
 )
-def test_a_missing_package_is_reported_with_the_command_to_install_it(
-    tmp_path: Path, missing: str, name: str
-) -> None:
+def test_a_missing_package_is_reported_with_the_command_to_install_it(tmp_path, missing, name):
     ran = run(tmp_path, missing, f"from lmcache_async.testing import {name}")
 
     assert ran.status == 1
@@ -53,7 +51,7 @@ def test_a_missing_package_is_reported_with_the_command_to_install_it(
     assert "pip install 'lmcache-async[testing]'" in ran.output
 
 
-def test_the_fakes_need_no_test_runner(tmp_path: Path) -> None:
+def test_the_fakes_need_no_test_runner(tmp_path):
     code = (
         "sys.modules['hypothesis'] = None\nfrom lmcache_async.testing import DictTier, FaultyTier, FaultPlan"
     )

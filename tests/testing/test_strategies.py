@@ -1,7 +1,5 @@
 """The strategies generate what they document, and stacks of faulty tiers keep the guarantees of a stack."""
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import find, given, settings

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig
 from lmcache_async.testing.records import SLAB_BYTES, small_arena
-from lmcache_async.tiers.base import Allocate
-from tests.support.mooncake_pool import MooncakePool, running
+from tests.support.mooncake_pool import running
 from tests.support.processes import started
 from tests.support.s3_server import S3Server
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def arena():
     arena = small_arena(48)
     yield arena
     leased = arena.statistics().leased_slabs
@@ -27,7 +22,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def allocate(arena: Arena) -> Allocate:
+def allocate(arena):
     async def allocate(nbytes: int) -> Buffer:
         return await arena.lease(nbytes, timeout_s=5)
 
@@ -35,19 +30,19 @@ def allocate(arena: Arena) -> Allocate:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> DiskConfig:
+def config(tmp_path):
     return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3_server(tmp_path_factory):
     """A real S3 server for all tests; each test has its own prefix."""
     with started(S3Server(tmp_path_factory.mktemp("s3"))) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def mooncake_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+def mooncake_pool(tmp_path_factory):
     """A real master with memory in another process, for all tests; each test has its own prefix."""
     with running(tmp_path_factory.mktemp("mooncake")) as pool:
         yield pool

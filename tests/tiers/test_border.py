@@ -37,21 +37,17 @@ NO_LAYERS: Sequence[object] = ()
 
 
 @pytest.mark.parametrize("mode", MISBEHAVIOURS, ids=str)
-def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier_with_the_default_layers(
-    mode: Misbehaviour,
-) -> None:
+def test_an_engine_on_a_loop_thread_outlives_a_misbehaving_tier_with_the_default_layers(mode):
     _run_on_a_loop_thread(_Case(mode, layers=None))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if mode.ends_loop], ids=str)
-def test_an_engine_on_a_loop_thread_outlives_a_tier_without_layers_that_ends_the_loop(
-    mode: Misbehaviour,
-) -> None:
+def test_an_engine_on_a_loop_thread_outlives_a_tier_without_layers_that_ends_the_loop(mode):
     _run_on_a_loop_thread(_Case(mode, NO_LAYERS))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MISBEHAVIOURS if not mode.ends_loop], ids=str)
-def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier_without_layers(mode: Misbehaviour) -> None:
+def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier_without_layers(mode):
     case = _Case(mode, NO_LAYERS)
 
     async def main() -> None:
@@ -68,7 +64,7 @@ def _run_on_a_loop_thread(case: _Case) -> None:
         thread.submit(case.serves_the_rest()).result(DEADLINE_S)
 
 
-def test_a_tier_without_capabilities_is_refused() -> None:
+def test_a_tier_without_capabilities_is_refused():
     mode = next(mode for mode in MISBEHAVIOURS if str(mode) == "capabilities answers None")
     tier = MisbehavingTier(mode)
     tier.begin()

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, ConfigError, TierClosedError, TierFullError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
 from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
-from lmcache_async.tiers.base import Allocate
 
 
 async def never(nbytes: int) -> Buffer:
@@ -25,12 +23,10 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
     many_keys = 500  # the suite's arena holds about forty
 
     @pytest.fixture
-    def tier(self) -> CPUTier:
+    def tier(self):
         return CPUTier(CPUConfig())
 
-    async def test_use_while_closed_is_an_error(
-        self, tier: CPUTier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_use_while_closed_is_an_error(self, tier, arena, allocate):
         tier.bind(arena)
         with record(arena, 1) as buffer:
             with pytest.raises(TierClosedError):
@@ -42,7 +38,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         with pytest.raises(TierClosedError):
             await tier.get(key_of(1), allocate)
 
-    async def test_put_and_get_share_one_slab(self, opened: CPUTier, arena: Arena) -> None:
+    async def test_put_and_get_share_one_slab(self, opened, arena):
         with record(arena, 1) as buffer:
             await opened.put(key_of(1), buffer)
             got = await opened.get(key_of(1), never)
@@ -52,9 +48,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert arena.statistics().leased_slabs == 1
             got.release()
 
-    async def test_a_buffer_of_another_arena_is_copied(
-        self, opened: CPUTier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_a_buffer_of_another_arena_is_copied(self, opened, arena, allocate):
         elsewhere = small_arena(1)
         with record(elsewhere, 1) as buffer:
             await opened.put(key_of(1), buffer)
@@ -66,7 +60,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         with got:
             check_record(got, 1)
 
-    async def test_a_full_arena_takes_slabs_back_from_the_tier(self, opened: CPUTier, arena: Arena) -> None:
+    async def test_a_full_arena_takes_slabs_back_from_the_tier(self, opened, arena):
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
                 await opened.put(key_of(number), buffer)
@@ -80,7 +74,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         for buffer in buffers:
             buffer.release()
 
-    async def test_a_leased_chunk_is_never_reclaimed(self, opened: CPUTier, arena: Arena) -> None:
+    async def test_a_leased_chunk_is_never_reclaimed(self, opened, arena):
         for number in range(arena.num_slabs):
             with record(arena, number) as buffer:
                 await opened.put(key_of(number), buffer)
@@ -98,9 +92,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             check_record(got, number)
             got.release()
 
-    async def test_the_prefix_of_a_chunk_in_use_is_evicted_as_a_last_resort(
-        self, opened: CPUTier, arena: Arena
-    ) -> None:
+    async def test_the_prefix_of_a_chunk_in_use_is_evicted_as_a_last_resort(self, opened, arena):
         keys = [key_of(number) for number in range(arena.num_slabs)]
         await opened.contains_many(keys)  # one prompt
         for number in range(arena.num_slabs):
@@ -115,9 +107,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert isinstance(buffer, Buffer)
             buffer.release()
 
-    async def test_the_end_of_a_lease_wakes_the_waiter_for_its_slab(
-        self, opened: CPUTier, arena: Arena
-    ) -> None:
+    async def test_the_end_of_a_lease_wakes_the_waiter_for_its_slab(self, opened, arena):
         filler = await arena.lease_many([1] * (arena.num_slabs - 1), timeout_s=0)
         buffer = record(arena, 1)
         await opened.put(key_of(1), buffer)
@@ -130,7 +120,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         for lease in filler:
             lease.release()
 
-    async def test_room_for_a_chunk_is_not_made_of_what_it_continues(self, arena: Arena) -> None:
+    async def test_room_for_a_chunk_is_not_made_of_what_it_continues(self, arena):
         tier = CPUTier(CPUConfig(max_bytes=2 * SLAB_BYTES))
         tier.bind(arena)
         async with tier:
@@ -147,7 +137,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert await tier.contains_many([key for key, _ in items]) == [True, True, False]
             assert tier.statistics().evictions == 0
 
-    async def test_a_copy_finds_no_slab_in_a_full_arena(self, opened: CPUTier, arena: Arena) -> None:
+    async def test_a_copy_finds_no_slab_in_a_full_arena(self, opened, arena):
         elsewhere = small_arena(1)
         filler = await arena.lease_many([1] * arena.num_slabs, timeout_s=0)
         with record(elsewhere, 1) as buffer, pytest.raises(TierFullError, match="no slab free"):
@@ -157,7 +147,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             lease.release()
         elsewhere.close()
 
-    async def test_no_call_yields_to_the_loop(self, opened: CPUTier, arena: Arena) -> None:
+    async def test_no_call_yields_to_the_loop(self, opened, arena):
         items = [(key_of(number), record(arena, number)) for number in range(4)]
         keys = [key for key, _ in items]
         for call in (
@@ -172,7 +162,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             buffer.release()
 
 
-def test_a_limit_below_one_slab_is_a_config_error() -> None:
+def test_a_limit_below_one_slab_is_a_config_error():
     arena = small_arena(2)
 
     with pytest.raises(ConfigError, match=str(SLAB_BYTES)):
@@ -180,13 +170,13 @@ def test_a_limit_below_one_slab_is_a_config_error() -> None:
     arena.close()
 
 
-async def test_a_tier_without_an_arena_does_not_open() -> None:
+async def test_a_tier_without_an_arena_does_not_open():
     with pytest.raises(TierClosedError, match="bind"):
         await CPUTier(CPUConfig()).__aenter__()
 
 
 @given(st.lists(st.tuples(st.sampled_from("lrpgdf"), st.integers(0, 9)), max_size=60))
-async def test_any_use_gives_every_slab_back(steps: list[tuple[str, int]]) -> None:
+async def test_any_use_gives_every_slab_back(steps):
     """Lease, release, put, get, drop (remove) and fill in any order, compared with a dict."""
     arena = small_arena(4)
     tier = CPUTier(CPUConfig(max_bytes=3 * SLAB_BYTES))

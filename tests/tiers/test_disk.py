@@ -22,14 +22,12 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, path_of, put, turns
 
@@ -39,7 +37,7 @@ class DiskConformance(TierConformance, SuffixEvictionConformance):
     many_keys = 500
 
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> DiskTier:
+    def tier(self, tmp_path):
         return DiskTier(DiskConfig(path=tmp_path / "kv", max_bytes=1 << 30, **self.options))
 
     async def damage(self, tier: DiskTier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
@@ -47,9 +45,7 @@ class DiskConformance(TierConformance, SuffixEvictionConformance):
         path.write_bytes(edit(path.read_bytes()))
         return True
 
-    async def test_use_while_closed_is_an_error(
-        self, tier: DiskTier, arena: Arena, allocate: Allocate
-    ) -> None:
+    async def test_use_while_closed_is_an_error(self, tier, arena, allocate):
         with record(arena, 1) as buffer:
             with pytest.raises(TierClosedError):
                 await tier.put(key_of(1), buffer)
@@ -76,9 +72,7 @@ class TestDiskTierDurable(DiskConformance):
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100])
-async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(
-    config: DiskConfig, arena: Arena, allocate: Allocate, damage: bytes
-) -> None:
+async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(config, arena, allocate, damage):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
     path_of(config, 1).write_bytes(damage)
@@ -90,9 +84,7 @@ async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(
         assert await get(tier, allocate, 2)
 
 
-async def test_a_deleted_file_is_a_miss_and_can_be_put_again(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_deleted_file_is_a_miss_and_can_be_put_again(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         path_of(config, 1).unlink()
@@ -105,9 +97,7 @@ async def test_a_deleted_file_is_a_miss_and_can_be_put_again(
         assert tier.statistics().bytes == RECORD_BYTES
 
 
-async def test_writes_side_by_side_make_a_vanished_directory_again_once(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, arena, monkeypatch):
     met = threading.Barrier(2)
     prepare = RecordDirectory.prepare
 
@@ -128,9 +118,7 @@ async def test_writes_side_by_side_make_a_vanished_directory_again_once(
     assert results == [None, None]
 
 
-async def test_foreign_files_are_neither_counted_nor_deleted(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_foreign_files_are_neither_counted_nor_deleted(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
     name = key_of(1).hex()
@@ -158,9 +146,7 @@ async def test_foreign_files_are_neither_counted_nor_deleted(
     assert all(path.exists() for path in [*foreign, link, target])
 
 
-async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(config, arena, allocate):
     async with DiskTier(config) as tier:
         await tier.contains_many([key_of(number) for number in range(4)])  # one prompt
         await put(tier, arena, 0, 1, 2, 3)
@@ -174,9 +160,7 @@ async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(
         assert tier.statistics().evictions == 2
 
 
-async def test_reading_makes_recent_also_across_a_restart(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_reading_makes_recent_also_across_a_restart(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
     for number, mtime in ((1, 1000), (2, 2000)):
@@ -190,9 +174,7 @@ async def test_reading_makes_recent_also_across_a_restart(
         assert not await tier.contains(key_of(2))
 
 
-async def test_a_record_larger_than_the_tier_is_refused_and_nothing_is_evicted(
-    config: DiskConfig, arena: Arena
-) -> None:
+async def test_a_record_larger_than_the_tier_is_refused_and_nothing_is_evicted(config, arena):
     config = config.model_copy(update={"max_bytes": 2 * RECORD_BYTES})
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
@@ -203,7 +185,7 @@ async def test_a_record_larger_than_the_tier_is_refused_and_nothing_is_evicted(
         assert tier.statistics().bytes == 2 * RECORD_BYTES
 
 
-async def test_bytes_that_are_no_record_are_refused(config: DiskConfig, arena: Arena) -> None:
+async def test_bytes_that_are_no_record_are_refused(config, arena):
     async with DiskTier(config) as tier:
         with record(arena, 1) as buffer:
             buffer.resize(buffer.nbytes - 4096)
@@ -216,9 +198,7 @@ async def test_bytes_that_are_no_record_are_refused(config: DiskConfig, arena: A
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_full_disk_costs_old_chunks_not_new_ones(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+async def test_a_full_disk_costs_old_chunks_not_new_ones(config, arena, allocate, monkeypatch, code):
     pwrite = FailingCall(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
@@ -231,8 +211,8 @@ async def test_a_full_disk_costs_old_chunks_not_new_ones(
 
 
 async def test_a_disk_that_stays_full_drops_the_chunk_and_takes_it_later(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     pwrite = FailingCall(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
@@ -253,13 +233,8 @@ async def test_a_disk_that_stays_full_drops_the_chunk_and_takes_it_later(
 @pytest.mark.parametrize("call", ["open", "pwrite", "utime", "replace"])
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE])
 async def test_a_write_that_fails_leaves_nothing_and_says_where(
-    config: DiskConfig,
-    arena: Arena,
-    allocate: Allocate,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    code: int,
-) -> None:
+    config, arena, allocate, monkeypatch, call, code
+):
     failing = FailingCall(monkeypatch, call)
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
@@ -275,9 +250,7 @@ async def test_a_write_that_fails_leaves_nothing_and_says_where(
         assert await get(tier, allocate, 2)
 
 
-async def test_a_read_that_fails_is_an_error_and_the_chunk_stays(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_read_that_fails_is_an_error_and_the_chunk_stays(config, arena, allocate, monkeypatch):
     preadv = FailingCall(monkeypatch, "preadv")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
@@ -295,9 +268,7 @@ async def test_a_read_that_fails_is_an_error_and_the_chunk_stays(
         assert tier.statistics().corrupt == 0
 
 
-async def test_victims_that_cannot_be_deleted_stay_counted(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_victims_that_cannot_be_deleted_stay_counted(config, arena, allocate, monkeypatch):
     config = config.model_copy(update={"max_bytes": 2 * RECORD_BYTES})
     unlink = FailingCall(monkeypatch, "unlink")
     async with DiskTier(config) as tier:
@@ -316,7 +287,7 @@ async def test_victims_that_cannot_be_deleted_stay_counted(
         assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
 
 
-async def test_no_memory_to_read_into_ends_the_batch(config: DiskConfig, arena: Arena) -> None:
+async def test_no_memory_to_read_into_ends_the_batch(config, arena):
     async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
         await put(tier, arena, *range(6))
         asked = []
@@ -338,7 +309,7 @@ async def test_no_memory_to_read_into_ends_the_batch(config: DiskConfig, arena: 
             await tier.get(key_of(0), scarce)
 
 
-async def test_a_second_owner_is_refused_until_the_first_has_closed(config: DiskConfig) -> None:
+async def test_a_second_owner_is_refused_until_the_first_has_closed(config):
     async with DiskTier(config):
         with pytest.raises(TierUnavailableError, match=rf"{config.root} is in use by process {os.getpid()}"):
             await DiskTier(config).__aenter__()
@@ -348,15 +319,15 @@ async def test_a_second_owner_is_refused_until_the_first_has_closed(config: Disk
         pass
 
 
-async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path):
     (tmp_path / "kv").write_text("")
     with pytest.raises(TierUnavailableError, match=str(tmp_path / "kv")):
         await DiskTier(DiskConfig(path=tmp_path / "kv", max_bytes=1 << 20)).__aenter__()
 
 
 async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate = Gate(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         buffer = record(arena, 1)
@@ -381,9 +352,7 @@ async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
 
 
-async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(config, arena, monkeypatch):
     gate = Gate(monkeypatch, "pwrite")
     config = config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
     async with DiskTier(config) as tier:
@@ -409,8 +378,8 @@ async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(
 
 
 async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate = Gate(monkeypatch, "preadv")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
@@ -432,8 +401,8 @@ async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
 
 
 async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate = Gate(monkeypatch, "preadv")
     async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
         await put(tier, arena, *range(6))
@@ -451,8 +420,8 @@ async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once
 
 
 async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate = Gate(monkeypatch, "preadv")
     async with DiskTier(config.model_copy(update={"max_bytes": RECORD_BYTES})) as tier:
         await put(tier, arena, 1)
@@ -469,9 +438,7 @@ async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
         assert await get(tier, allocate, 2)
 
 
-async def test_closing_waits_for_the_calls_under_way(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closing_waits_for_the_calls_under_way(config, arena, monkeypatch):
     gate = Gate(monkeypatch, "pwrite")
     tier = DiskTier(config)
     await tier.__aenter__()
@@ -489,9 +456,7 @@ async def test_closing_waits_for_the_calls_under_way(
         assert await tier.contains(key_of(1))
 
 
-async def test_a_file_system_without_direct_io_is_found_out(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_system_without_direct_io_is_found_out(config, arena, allocate, monkeypatch):
     real = os.open
 
     def refuse(path: object, flags: int, *args: int, **options: int) -> int:
@@ -518,11 +483,11 @@ async def test_a_file_system_without_direct_io_is_found_out(
         (" relative/kv ", "relative/kv"),
     ],
 )
-def test_paths_are_plain_or_file_urls(text: str, path: str) -> None:
+def test_paths_are_plain_or_file_urls(text, path):
     assert DiskConfig.model_validate({"path": text, "max_bytes": "1GiB"}).root == Path(path)
 
 
-def test_all_spellings_of_options_are_accepted() -> None:
+def test_all_spellings_of_options_are_accepted():
     config = DiskConfig.model_validate(
         {
             "path": "/kv",

@@ -16,11 +16,9 @@ import pytest
 import xxhash
 
 from lmcache_async.errors import TierClosedError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import tier as disk_tier
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
 
 DAMAGES = {  # by kind: the edit of the file, and the cause that is counted
@@ -36,7 +34,7 @@ DAMAGES = {  # by kind: the edit of the file, and the cause that is counted
 
 
 @pytest.fixture
-def keeping(config: DiskConfig) -> DiskConfig:
+def keeping(config):
     return config.model_copy(update={"quarantine": True})
 
 
@@ -62,8 +60,8 @@ def kept(config: DiskConfig) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES))
 async def test_a_broken_record_is_a_miss_removed_counted_by_cause_and_logged_once(
-    config: DiskConfig, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+    config, arena, allocate, caplog, kind
+):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
         for number in (1, 2):
@@ -83,9 +81,7 @@ async def test_a_broken_record_is_a_miss_removed_counted_by_cause_and_logged_onc
         assert await get(tier, allocate, 1)
 
 
-async def test_a_broken_record_is_kept_in_the_quarantine_by_option(
-    keeping: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_broken_record_is_kept_in_the_quarantine_by_option(keeping, arena, allocate):
     old = os.umask(0)
     try:
         async with DiskTier(keeping) as tier:
@@ -108,9 +104,7 @@ async def test_a_broken_record_is_kept_in_the_quarantine_by_option(
         assert len(kept(keeping)) == 1
 
 
-async def test_records_that_fail_verification_are_rejected_with_the_cause(
-    keeping: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_records_that_fail_verification_are_rejected_with_the_cause(keeping, arena, allocate):
     async with DiskTier(keeping) as tier:
         await put(tier, arena, 1)
         assert await tier.reject(key_of(1), "tokens")
@@ -123,7 +117,7 @@ async def test_records_that_fail_verification_are_rejected_with_the_cause(
         assert tier.statistics().bytes == bytes_in(keeping.root) == 0
 
 
-async def test_without_the_option_a_rejected_record_is_deleted(config: DiskConfig, arena: Arena) -> None:
+async def test_without_the_option_a_rejected_record_is_deleted(config, arena):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
         assert await tier.reject(key_of(1), "checksum")
@@ -132,7 +126,7 @@ async def test_without_the_option_a_rejected_record_is_deleted(config: DiskConfi
         assert kept(config) == {}
 
 
-async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping: DiskConfig, arena: Arena) -> None:
+async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping, arena):
     keeping = keeping.model_copy(update={"max_quarantine_bytes": 2 * RECORD_BYTES})
     async with DiskTier(keeping) as tier:
         for number in range(5):
@@ -148,9 +142,7 @@ async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping: DiskConfig
         assert len(kept(small)) == 2  # one record, and a foreign file
 
 
-async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(
-    keeping: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(keeping, arena, monkeypatch):
     rename = FailingCall(monkeypatch, "rename")
     async with DiskTier(keeping) as tier:
         await put(tier, arena, 1)
@@ -161,9 +153,7 @@ async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(
         assert tier.statistics().bytes == bytes_in(keeping.root) == 0
 
 
-async def test_files_found_broken_at_the_start_go_to_the_quarantine(
-    keeping: DiskConfig, arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_files_found_broken_at_the_start_go_to_the_quarantine(keeping, arena, caplog):
     async with DiskTier(keeping) as tier:
         await put(tier, arena, 1, 2)
     path_of(keeping, 1).write_bytes(b"x" * 100)
@@ -175,8 +165,8 @@ async def test_files_found_broken_at_the_start_go_to_the_quarantine(
 
 
 async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_count(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     unlink = FailingCall(monkeypatch, "unlink")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
@@ -195,8 +185,8 @@ async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_co
 
 
 async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     unlink = FailingCall(monkeypatch, "unlink")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
@@ -212,9 +202,7 @@ async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
 
 
 @pytest.mark.parametrize("thing", ["fifo", "socket", "link", "directory"])
-async def test_something_else_in_a_records_place_is_a_miss_at_once(
-    config: DiskConfig, arena: Arena, allocate: Allocate, tmp_path: Path, thing: str
-) -> None:
+async def test_something_else_in_a_records_place_is_a_miss_at_once(config, arena, allocate, tmp_path, thing):
     elsewhere = tmp_path / "elsewhere"
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
@@ -249,9 +237,7 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(
         assert tier.statistics().bytes == bytes_in(config.root)
 
 
-async def test_a_foreign_fifo_with_the_name_of_the_next_file_stays(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_foreign_fifo_with_the_name_of_the_next_file_stays(config, arena, allocate):
     (config.root / "tmp").mkdir(parents=True)
     there = [
         config.root / "tmp" / f"{key.hex()}.{number}" for key in (bytes(16), key_of(1)) for number in (0, 1)
@@ -270,8 +256,8 @@ async def test_a_foreign_fifo_with_the_name_of_the_next_file_stays(
 
 @pytest.mark.parametrize("thing", ["file", "link"])
 async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
-    config: DiskConfig, arena: Arena, allocate: Allocate, tmp_path: Path, thing: str
-) -> None:
+    config, arena, allocate, tmp_path, thing
+):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     async with DiskTier(config) as tier:
@@ -294,9 +280,7 @@ async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
         assert await get(tier, allocate, 1)
 
 
-async def test_a_scrub_verifies_every_record_and_finds_damage_of_unread_ones(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_scrub_verifies_every_record_and_finds_damage_of_unread_ones(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, *range(6))
         flip_payload(config, 2)
@@ -315,7 +299,7 @@ async def test_a_scrub_verifies_every_record_and_finds_damage_of_unread_ones(
         assert await get(tier, allocate, 1)
 
 
-async def test_a_scrub_leaves_the_order_of_use_and_the_slabs_alone(config: DiskConfig, arena: Arena) -> None:
+async def test_a_scrub_leaves_the_order_of_use_and_the_slabs_alone(config, arena):
     config = config.model_copy(update={"max_bytes": 3 * RECORD_BYTES})
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
@@ -329,9 +313,7 @@ async def test_a_scrub_leaves_the_order_of_use_and_the_slabs_alone(config: DiskC
         assert [number for number in range(5) if await tier.contains(key_of(number))] == [2, 3, 4]
 
 
-async def test_a_record_that_a_scrub_cannot_read_stays(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_record_that_a_scrub_cannot_read_stays(config, arena, allocate, monkeypatch):
     preadv = FailingCall(monkeypatch, "preadv")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
@@ -343,9 +325,7 @@ async def test_a_record_that_a_scrub_cannot_read_stays(
         assert await get(tier, allocate, 2)
 
 
-async def test_a_scrub_keeps_its_rate(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scrub_keeps_its_rate(config, arena, monkeypatch):
     pauses: list[float] = []
     timeout = asyncio.timeout
 
@@ -365,9 +345,7 @@ async def test_a_scrub_keeps_its_rate(
     assert all(96 * (n + 1) - 30 < pause <= 96 * (n + 1) for n, pause in enumerate(pauses))
 
 
-async def test_a_scrub_runs_in_the_background_by_option_and_ends_with_the_tier(
-    config: DiskConfig, arena: Arena
-) -> None:
+async def test_a_scrub_runs_in_the_background_by_option_and_ends_with_the_tier(config, arena):
     config = config.model_copy(update={"scrub_interval_s": 0.001})
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
@@ -380,7 +358,7 @@ async def test_a_scrub_runs_in_the_background_by_option_and_ends_with_the_tier(
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
 
-async def test_closing_ends_a_scrub(config: DiskConfig, arena: Arena) -> None:
+async def test_closing_ends_a_scrub(config, arena):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         running = asyncio.ensure_future(tier.scrub(max_bytes_per_s=1))  # hours
@@ -395,9 +373,7 @@ async def test_closing_ends_a_scrub(config: DiskConfig, arena: Arena) -> None:
         await running
 
 
-async def test_a_background_scrub_outlives_a_failure(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_background_scrub_outlives_a_failure(config, arena, monkeypatch):
     config = config.model_copy(update={"scrub_interval_s": 0.001})
     preadv = FailingCall(monkeypatch, "preadv")
     async with DiskTier(config) as tier:
@@ -412,9 +388,7 @@ async def test_a_background_scrub_outlives_a_failure(
                 await asyncio.sleep(0)
 
 
-async def test_a_scrub_hashes_in_threads_alone(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scrub_hashes_in_threads_alone(config, arena, monkeypatch):
     threads: set[int] = set()
     real = xxhash.xxh3_128
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +71,7 @@ class Writers:
 
 
 @pytest.fixture
-def writers() -> Iterator[Writers]:
+def writers():
     writers = Writers()
     yield writers
     writers.close()
@@ -107,7 +106,7 @@ async def check_directory(config: DiskConfig) -> set[int]:
 
 
 @pytest.mark.parametrize("max_slabs", [10_000, 6])
-def test_a_directory_survives_kill_9_at_any_moment(writers: Writers, tmp_path: Path, max_slabs: int) -> None:
+def test_a_directory_survives_kill_9_at_any_moment(writers, tmp_path, max_slabs):
     config = DiskConfig(path=tmp_path / "kv", max_bytes=max_slabs * SLAB_BYTES)
     stored: set[int] = set()
     first = 0
@@ -178,13 +177,13 @@ class Crash:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def children():
     children = Children()
     yield children
     children.close()
 
 
-def test_a_directory_survives_kill_9_before_every_system_call(children: Children, tmp_path: Path) -> None:
+def test_a_directory_survives_kill_9_before_every_system_call(children, tmp_path):
     """Before each call, and thereby after each; of each write, the first page is written."""
     call = 0
     seen: set[str] = set()

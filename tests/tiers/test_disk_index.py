@@ -23,7 +23,7 @@ class Clock:
 
 
 @given(data=st.data())
-def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataObject) -> None:
+def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data):
     """The model is the disk: the sizes of published files and of those being written."""
     index = DiskIndex(10 * PAGE)
     disk: dict[int, int] = {}
@@ -86,7 +86,7 @@ def test_counted_bytes_cover_the_disk_and_never_exceed_the_limit(data: st.DataOb
             assert len(index) == len(disk) - len(taken) - len(index.undeletable)
 
 
-def test_a_record_read_or_busy_is_not_evicted() -> None:
+def test_a_record_read_or_busy_is_not_evicted():
     index = DiskIndex(2 * PAGE)
     index.load([StoredRecord(key_of(1), PAGE, 1), StoredRecord(key_of(2), PAGE, 2)])
 
@@ -100,7 +100,7 @@ def test_a_record_read_or_busy_is_not_evicted() -> None:
     assert set(index.reserve(key_of(4), PAGE, busy=set()).victims) == {key_of(1)}
 
 
-def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
+def test_a_file_larger_than_the_tier_makes_room_for_nothing():
     index = DiskIndex(4 * PAGE)
     found = [
         StoredRecord(key_of(1), PAGE, 1),
@@ -113,7 +113,7 @@ def test_a_file_larger_than_the_tier_makes_room_for_nothing() -> None:
     assert (index.used_bytes, index.evictions) == (4 * PAGE, 2)
 
 
-def test_foreign_stamps_keep_their_order() -> None:
+def test_foreign_stamps_keep_their_order():
     clock = Clock()
     index = DiskIndex(5 * PAGE, clock_ns=clock)
     stamps = [-(2**90), -1, clock.now, clock.now + 1, 2**90]
@@ -128,7 +128,7 @@ def test_foreign_stamps_keep_their_order() -> None:
     assert index.restamp([key_of(4)]) == [(key_of(4), clock.now)]
 
 
-def test_the_prefix_of_a_record_is_not_evicted_for_it() -> None:
+def test_the_prefix_of_a_record_is_not_evicted_for_it():
     index = DiskIndex(2 * PAGE)
     index.load([StoredRecord(key_of(1), PAGE, 2), StoredRecord(key_of(2), PAGE, 1)])
     index.policy.touch([key_of(1), key_of(2), key_of(3)], gapless=False)
@@ -139,7 +139,7 @@ def test_the_prefix_of_a_record_is_not_evicted_for_it() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 3))
-def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts: list[int], minutes: int) -> None:
+def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts, minutes):
     clock = Clock()
     index = DiskIndex(1000 * PAGE, clock_ns=clock)
     prompt = [key_of(number) for number in range(sum(parts))]
@@ -156,7 +156,7 @@ def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts: list[int], mi
     assert stamps[0] == clock.now  # the prefix of the chunks read counts as used too
 
 
-def test_stamps_change_at_most_once_in_a_while() -> None:
+def test_stamps_change_at_most_once_in_a_while():
     clock = Clock()
     index = DiskIndex(10 * PAGE, clock_ns=clock)
     index.commit(index.reserve(key_of(1), PAGE, busy=set()))

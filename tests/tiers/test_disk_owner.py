@@ -9,24 +9,20 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.tiers.disk_child import Children
 from tests.tiers.disk_tools import RECORD_BYTES, bytes_in, get, path_of, put
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def children():
     children = Children()
     yield children
     children.close()
@@ -37,9 +33,7 @@ async def open_and_close(config: DiskConfig) -> None:
         pass
 
 
-def test_another_process_is_refused_until_the_owner_is_killed_also_when_its_child_lives_on(
-    children: Children, config: DiskConfig
-) -> None:
+def test_another_process_is_refused_until_the_owner_is_killed_also_when_its_child_lives_on(children, config):
     lines = children.start("own", path=str(config.path), ready="owner")
     _, owner, orphan = next(lines).split()
     try:
@@ -55,9 +49,7 @@ def test_another_process_is_refused_until_the_owner_is_killed_also_when_its_chil
         os.kill(int(orphan), signal.SIGKILL)
 
 
-def test_a_forked_child_cannot_use_the_tier_and_takes_nothing_from_the_parent(
-    children: Children, config: DiskConfig
-) -> None:
+def test_a_forked_child_cannot_use_the_tier_and_takes_nothing_from_the_parent(children, config):
     said = children.run("use_after_fork", path=str(config.path))
 
     assert said == [
@@ -72,9 +64,7 @@ def test_a_forked_child_cannot_use_the_tier_and_takes_nothing_from_the_parent(
     ]
 
 
-def test_links_and_further_mounts_lead_to_the_same_lock(
-    children: Children, config: DiskConfig, tmp_path: Path
-) -> None:
+def test_links_and_further_mounts_lead_to_the_same_lock(children, config, tmp_path):
     config.path.mkdir()
     other = tmp_path / "other"
     other.mkdir()
@@ -84,7 +74,7 @@ def test_links_and_further_mounts_lead_to_the_same_lock(
     assert all(line.startswith("refused: ") and "is in use by process" in line for line in said)
 
 
-async def test_deleting_the_lock_file_does_not_release_the_directory(config: DiskConfig) -> None:
+async def test_deleting_the_lock_file_does_not_release_the_directory(config):
     async with DiskTier(config):
         (config.root / "lock").unlink()
         with pytest.raises(TierUnavailableError, match="in use by process"):
@@ -92,7 +82,7 @@ async def test_deleting_the_lock_file_does_not_release_the_directory(config: Dis
     await open_and_close(config)
 
 
-async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(config: DiskConfig) -> None:
+async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(config):
     config.root.mkdir()
     (config.root / "lock").symlink_to("/etc/passwd")
     with pytest.raises(TierUnavailableError, match="lock"):
@@ -104,8 +94,8 @@ async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(conf
 
 
 async def test_a_directory_moved_away_stays_ours_and_another_in_its_place_is_not_touched(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+    config, arena, allocate
+):
     moved = config.path.with_name("moved")
     async with DiskTier(config) as first:
         await put(first, arena, 1, 2)
@@ -122,9 +112,7 @@ async def test_a_directory_moved_away_stays_ours_and_another_in_its_place_is_not
             await open_and_close(config.model_copy(update={"path": moved}))
 
 
-async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(config, arena, allocate):
     async with DiskTier(config) as first:
         await put(first, arena, 1)
         shutil.rmtree(config.root)
@@ -142,7 +130,7 @@ async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(
         assert await get(first, allocate, 3)
 
 
-async def test_every_directory_that_is_made_is_the_owners_alone(config: DiskConfig, arena: Arena) -> None:
+async def test_every_directory_that_is_made_is_the_owners_alone(config, arena):
     config = config.model_copy(
         update={
             "path": config.path / "a" / "b",
@@ -170,9 +158,7 @@ async def test_every_directory_that_is_made_is_the_owners_alone(config: DiskConf
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_files_are_the_owners_alone_while_they_are_written(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_are_the_owners_alone_while_they_are_written(config, arena, monkeypatch):
     seen: list[int] = []
     real = os.pwrite
 
@@ -190,9 +176,7 @@ async def test_files_are_the_owners_alone_while_they_are_written(
     assert seen == [0o600]
 
 
-async def test_a_directory_that_others_may_write_to_is_warned_of(
-    config: DiskConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_directory_that_others_may_write_to_is_warned_of(config, caplog):
     config.root.mkdir()
     config.root.chmod(0o770)
     await open_and_close(config)
@@ -205,7 +189,7 @@ async def test_a_directory_that_others_may_write_to_is_warned_of(
 
 
 @pytest.mark.parametrize("key", [b"", b"../../../../etc", b"x" * 15, b"x" * 17, b"/" * 32])
-def test_a_key_of_another_length_names_no_file(tmp_path: Path, key: bytes) -> None:
+def test_a_key_of_another_length_names_no_file(tmp_path, key):
     directory = RecordDirectory(tmp_path)
     with pytest.raises(ValueError, match="a key has 16 bytes"):
         directory.record_name(ChunkKey(key))
@@ -213,7 +197,7 @@ def test_a_key_of_another_length_names_no_file(tmp_path: Path, key: bytes) -> No
         directory.temporary_name(ChunkKey(key))
 
 
-def test_no_key_leads_out_of_the_directory(tmp_path: Path) -> None:
+def test_no_key_leads_out_of_the_directory(tmp_path):
     directory = RecordDirectory(tmp_path)
     for key in (b"../../../../etc/p", b"\0" * 17, b"////////////////x", b"a" * 17):
         name = directory.record_name(ChunkKey(key[:16]))
@@ -221,7 +205,7 @@ def test_no_key_leads_out_of_the_directory(tmp_path: Path) -> None:
         assert name.count("/") == 1
 
 
-def test_opening_many_times_leaves_nothing_open(config: DiskConfig) -> None:
+def test_opening_many_times_leaves_nothing_open(config):
     code = """
 import asyncio, os, sys
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
@@ -237,7 +221,7 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", code, str(config.path)], check=True, timeout=120)
 
 
-async def test_an_existing_directory_keeps_its_mode(config: DiskConfig, arena: Arena) -> None:
+async def test_an_existing_directory_keeps_its_mode(config, arena):
     config.path.mkdir(mode=0o755)
     config.path.chmod(0o755)
     async with DiskTier(config) as tier:

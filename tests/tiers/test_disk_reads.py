@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,6 @@ from lmcache_async.plugins.disk.files import (
     piece_size,
 )
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
-from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import put
 
 PIECE = 4 * PAGE
@@ -79,7 +78,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path):
     rig = Rig(tmp_path)
     yield rig
     rig.close()
@@ -118,7 +117,7 @@ class Log:
 
 
 @given(nbytes=st.integers(0, 64 << 20), about=st.integers(1, 1024).map(lambda pages: pages * PAGE))
-def test_pieces_are_whole_pages_and_nearly_equal(nbytes: int, about: int) -> None:
+def test_pieces_are_whole_pages_and_nearly_equal(nbytes, about):
     piece = piece_size(nbytes, about)
 
     assert piece % PAGE == 0
@@ -129,13 +128,13 @@ def test_pieces_are_whole_pages_and_nearly_equal(nbytes: int, about: int) -> Non
 
 
 @pytest.mark.parametrize(("payload", "count"), [(2 << 20, 1), (8 << 20, 4), (16 << 20, 8), (3 << 20, 2)])
-def test_the_page_of_a_record_s_header_is_not_a_piece_of_its_own(payload: int, count: int) -> None:
+def test_the_page_of_a_record_s_header_is_not_a_piece_of_its_own(payload, count):
     piece = piece_size(payload + PAGE, 2 << 20)
 
     assert -(-(payload + PAGE) // piece) == count
 
 
-async def test_each_record_gets_its_own_bytes(rig: Rig) -> None:
+async def test_each_record_gets_its_own_bytes(rig):
     batches = [rig.reads.open_batch() for _ in range(2)]
     content = {number: rig.add(number, 1 + number % 4) for number in range(12)}
     memory = {
@@ -148,9 +147,7 @@ async def test_each_record_gets_its_own_bytes(rig: Rig) -> None:
     assert {number: bytes(view) for number, view in memory.items()} == content
 
 
-async def test_a_file_that_is_truncated_while_it_is_read_is_corrupt(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_is_truncated_while_it_is_read_is_corrupt(rig, monkeypatch):
     log = Log(monkeypatch, rig)
     batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 6))
@@ -166,9 +163,7 @@ async def test_a_file_that_is_truncated_while_it_is_read_is_corrupt(
     assert f"{2 * PIECE + 100} bytes were read of {nbytes}" in str(outcome)
 
 
-async def test_one_record_is_read_by_all_threads_and_by_no_more(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_record_is_read_by_all_threads_and_by_no_more(rig, monkeypatch):
     log = Log(monkeypatch, rig)
     batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 8))
@@ -185,7 +180,7 @@ async def test_one_record_is_read_by_all_threads_and_by_no_more(
     assert sorted(log.pieces) == [(number, piece) for number in (1, 2) for piece in range(8)]
 
 
-async def test_records_of_the_oldest_call_are_read_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_of_the_oldest_call_are_read_first(rig, monkeypatch):
     log = Log(monkeypatch, rig)
     rig.reads = RecordReads(rig.files, rig.pool, 1, PIECE)
     older, newer = rig.reads.open_batch(), rig.reads.open_batch()
@@ -201,9 +196,7 @@ async def test_records_of_the_oldest_call_are_read_first(rig: Rig, monkeypatch: 
     assert [number for number, _ in log.pieces] == [0, 2, 2, 2, 3, 3, 3, 0, 0, 1, 1, 1]
 
 
-async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(rig, monkeypatch):
     submit, batch = rig.pool.submit, rig.reads.open_batch()
     content = rig.add(1, 5)
 
@@ -220,9 +213,7 @@ async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError("none left")])
-async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(rig, monkeypatch, error):
     log = Log(monkeypatch, rig)
     batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 6))
@@ -242,9 +233,7 @@ async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(
     assert isinstance(outcomes[2], int)
 
 
-async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(rig, monkeypatch):
     close, batch = os.close, rig.reads.open_batch()
     nbytes = len(rig.add(1, 3))
 
@@ -259,9 +248,7 @@ async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(
     assert isinstance((await rig.end(batch))[1], OSError)
 
 
-async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(rig, monkeypatch):
     def fail(nbytes: int, target: int) -> int:
         raise MemoryError("none left")
 
@@ -272,9 +259,7 @@ async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(
     assert isinstance((await rig.end(batch))[1], MemoryError)
 
 
-async def test_running_threads_read_a_record_for_which_no_other_can_be_started(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_running_threads_read_a_record_for_which_no_other_can_be_started(rig, monkeypatch):
     log, submit = Log(monkeypatch, rig), rig.pool.submit
     calls: list[Future[Any]] = []
     rig.reads = RecordReads(rig.files, rig.pool, 2, PIECE)
@@ -312,9 +297,7 @@ async def test_running_threads_read_a_record_for_which_no_other_can_be_started(
     assert num_threads == 2
 
 
-async def test_reads_that_no_thread_has_begun_are_withdrawn(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reads_that_no_thread_has_begun_are_withdrawn(rig, monkeypatch):
     log = Log(monkeypatch, rig)
     batch, other = rig.reads.open_batch(), rig.reads.open_batch()
     nbytes = len(rig.add(1, 8))
@@ -331,7 +314,7 @@ async def test_reads_that_no_thread_has_begun_are_withdrawn(
     assert set(await rig.end(batch, other)) == {1, 3}
 
 
-async def test_reads_started_before_the_end_are_read(rig: Rig) -> None:
+async def test_reads_started_before_the_end_are_read(rig):
     threads, batch, blocked = DiskThreads(1), rig.reads.open_batch(), threading.Event()
     rig.reads = RecordReads(rig.files, threads.reads, 1, PIECE)
     nbytes = len(rig.add(1, 3))
@@ -348,7 +331,7 @@ async def test_reads_started_before_the_end_are_read(rig: Rig) -> None:
     assert await asyncio.to_thread(ended.wait, WAIT_S)
 
 
-async def test_a_read_after_the_end_is_refused(rig: Rig) -> None:
+async def test_a_read_after_the_end_is_refused(rig):
     batch = rig.reads.open_batch()
     rig.pool.shutdown()
 
@@ -359,9 +342,7 @@ async def test_a_read_after_the_end_is_refused(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_no_memory_is_held_when_the_reads_have_ended(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+async def test_no_memory_is_held_when_the_reads_have_ended(rig, monkeypatch, fails):
     log = Log(monkeypatch, rig)
     log.opened.set()
     batch = rig.reads.open_batch()
@@ -388,9 +369,7 @@ async def test_no_memory_is_held_when_the_reads_have_ended(
         gc.enable()
 
 
-async def test_a_batch_is_read_before_the_next_one(
-    tmp_path: Path, allocate: Allocate, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_is_read_before_the_next_one(tmp_path, allocate, arena, monkeypatch):
     order: list[int] = []
     real = RecordFiles.open
 

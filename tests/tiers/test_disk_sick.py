@@ -7,31 +7,28 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from tests.support.tiers import handle_of
 from tests.tiers.disk_child import Children
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def children():
     children = Children()
     yield children
     children.close()
 
 
 @pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory):
     """A directory in which a user other than root may create directories."""
     path = tmp_path_factory.mktemp("open")
     path.chmod(0o777)
@@ -50,15 +47,13 @@ def open_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_file_that_may_not_grow_costs_the_chunk_alone(children: Children, place: Path) -> None:
+def test_a_file_that_may_not_grow_costs_the_chunk_alone(children, place):
     said = children.run("small_files", path=str(place / "kv"))
 
     assert said == ["stored", "TierUnavailableError hit", "stored hit hit"]
 
 
-def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_room(
-    children: Children, place: Path
-) -> None:
+def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_room(children, place):
     said = children.run("full_disk", path=str(place))
 
     assert said[0] in {
@@ -68,7 +63,7 @@ def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_ro
     assert said[1:] == ["stored", "stored hit"]
 
 
-def test_rights_taken_away_cost_hits_and_come_back(children: Children, place: Path) -> None:
+def test_rights_taken_away_cost_hits_and_come_back(children, place):
     said = children.run("no_rights", path=str(place))
 
     refused = "TierUnavailableError"
@@ -87,8 +82,8 @@ def test_rights_taken_away_cost_hits_and_come_back(children: Children, place: Pa
 
 
 async def test_a_disk_gone_read_only_serves_what_it_has_and_takes_records_again_later(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     real_open = os.open
     read_only = True
 
@@ -122,8 +117,8 @@ async def test_a_disk_gone_read_only_serves_what_it_has_and_takes_records_again_
 
 
 async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_when_it_can_be_made(
-    config: DiskConfig, arena: Arena, allocate: Allocate
-) -> None:
+    config, arena, allocate
+):
     parent = config.path.parent / "mount"
     config = config.model_copy(update={"path": parent / "kv"})
     async with DiskTier(config) as tier:
@@ -148,8 +143,8 @@ async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_whe
 
 @pytest.mark.parametrize("call", ["preadv", "pwrite"])
 async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_moves(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+    config, arena, allocate, monkeypatch, call
+):
     gate = Gate(monkeypatch, call)
     config = config.model_copy(update={"io_threads": 2})
     inner = DiskTier(config)
@@ -192,8 +187,8 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
 
 
 async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_until_the_end(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, monkeypatch
+):
     gate = Gate(monkeypatch, "pwrite")
     tier = DiskTier(config)
     await tier.__aenter__()
@@ -217,9 +212,7 @@ async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_
     await reopened(config, holds=1)
 
 
-async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(config, arena, monkeypatch):
     gate = Gate(monkeypatch, "pwrite")
     tier = DiskTier(config.model_copy(update={"io_threads": 1}))
     await tier.__aenter__()
@@ -245,9 +238,7 @@ async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays
     await reopened(config, holds=3)
 
 
-async def test_the_handle_closes_a_stuck_tier_within_its_deadline(
-    config: DiskConfig, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_handle_closes_a_stuck_tier_within_its_deadline(config, arena, monkeypatch):
     gate = Gate(monkeypatch, "pwrite")
     tier = handle_of(DiskTier(config), timeout_s=60, close_timeout_s=0.05)
     async with asyncio.timeout(60):
@@ -265,8 +256,8 @@ async def test_the_handle_closes_a_stuck_tier_within_its_deadline(
 
 
 async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
-    config: DiskConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, monkeypatch
+):
     entered, go_on = threading.Event(), threading.Event()
     real = os.scandir
 

@@ -13,12 +13,11 @@ import pytest
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.tiers.base import Allocate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
 
 
 @pytest.fixture
-def config(config: DiskConfig) -> DiskConfig:
+def config(config):
     """A config with room for two records, and one thread for writes."""
     return config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
 
@@ -41,9 +40,7 @@ async def put_that_waits_for_room(
         assert arena.statistics().leased_slabs == 0
 
 
-async def test_while_room_is_made_for_one_record_others_are_read(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_room_is_made_for_one_record_others_are_read(config, arena, allocate, monkeypatch):
     gate = Gate(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         assert await get(tier, allocate, 2)  # in the only thread, which also writes
@@ -56,8 +53,8 @@ async def test_while_room_is_made_for_one_record_others_are_read(
 
 
 async def test_a_put_cancelled_while_room_is_made_waits_for_the_deletions_end(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate = Gate(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         task.cancel()
@@ -72,9 +69,7 @@ async def test_a_put_cancelled_while_room_is_made_waits_for_the_deletions_end(
         assert tier.statistics().evictions == 1
 
 
-async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(config, arena, allocate, monkeypatch):
     gate = Gate(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, first):
         with record(arena, 4) as buffer:
@@ -91,8 +86,8 @@ async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(
 
 
 async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the_threads_end(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     # Otherwise closing the tier would block the event loop until the thread has ended.
     gate = Gate(monkeypatch, "stat")
     monkeypatch.setattr(aiofiles.os, "stat", aiofiles.os.wrap(os.stat))
@@ -113,8 +108,8 @@ async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the
 
 
 async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
-    config: DiskConfig, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, arena, allocate, monkeypatch
+):
     gate, replace = Gate(monkeypatch, "unlink"), FailingCall(monkeypatch, "replace")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         replace.fail(5)

@@ -56,7 +56,7 @@ def use(policy: LRUPolicy, batch: list[ChunkKey]) -> None:
 
 
 @given(forest=forests(), data=st.data())
-def test_no_prefix_goes_before_its_suffix_whatever_is_evicted(forest: Forest, data: st.DataObject) -> None:
+def test_no_prefix_goes_before_its_suffix_whatever_is_evicted(forest, data):
     policy = LRUPolicy()
     nodes = st.integers(0, len(forest.parents) - 1)
     for _ in range(data.draw(st.integers(1, 20), label="steps")):
@@ -70,9 +70,7 @@ def test_no_prefix_goes_before_its_suffix_whatever_is_evicted(forest: Forest, da
 
 
 @given(forest=forests(), data=st.data())
-def test_prompts_stored_piecewise_and_interleaved_keep_their_prefixes(
-    forest: Forest, data: st.DataObject
-) -> None:
+def test_prompts_stored_piecewise_and_interleaved_keep_their_prefixes(forest, data):
     policy = LRUPolicy()
     prompts = [
         forest.path(data.draw(st.integers(0, len(forest.parents) - 1)))
@@ -94,7 +92,7 @@ def test_prompts_stored_piecewise_and_interleaved_keep_their_prefixes(
 
 
 @given(forest=forests(), data=st.data())
-def test_a_batch_without_its_beginning_still_goes_suffix_first(forest: Forest, data: st.DataObject) -> None:
+def test_a_batch_without_its_beginning_still_goes_suffix_first(forest, data):
     policy = LRUPolicy()
     prompt = forest.path(data.draw(st.integers(0, len(forest.parents) - 1)))
     first = data.draw(st.integers(0, len(prompt) - 1))
@@ -103,7 +101,7 @@ def test_a_batch_without_its_beginning_still_goes_suffix_first(forest: Forest, d
     assert policy.evict(len(prompt) - first, anyone) == prompt[first:][::-1]
 
 
-def test_chunks_read_one_by_one_after_a_lookup_go_suffix_first() -> None:
+def test_chunks_read_one_by_one_after_a_lookup_go_suffix_first():
     policy = LRUPolicy()
     prompt = [key(i) for i in range(6)]
     policy.touch(prompt)
@@ -115,7 +113,7 @@ def test_chunks_read_one_by_one_after_a_lookup_go_suffix_first() -> None:
     assert policy.evict(6, anyone) == prompt[::-1]
 
 
-def test_a_prefix_shared_by_two_requests_outlives_both_suffixes() -> None:
+def test_a_prefix_shared_by_two_requests_outlives_both_suffixes():
     policy = LRUPolicy()
     shared = [key(0), key(1)]
     use(policy, [*shared, key(10), key(11)])
@@ -124,7 +122,7 @@ def test_a_prefix_shared_by_two_requests_outlives_both_suffixes() -> None:
     assert policy.evict(5, anyone) == [key(11), key(10), key(20), key(1), key(0)]
 
 
-def test_decoding_that_grows_an_old_prompt_keeps_the_prompt() -> None:
+def test_decoding_that_grows_an_old_prompt_keeps_the_prompt():
     policy = LRUPolicy()
     old = [key(0), key(1)]
     use(policy, old)
@@ -135,7 +133,7 @@ def test_decoding_that_grows_an_old_prompt_keeps_the_prompt() -> None:
 
 
 @given(st.lists(st.integers(0, 9)))
-def test_single_chunk_prompts_go_in_order_of_last_use(uses: list[int]) -> None:
+def test_single_chunk_prompts_go_in_order_of_last_use(uses):
     policy = LRUPolicy()
     model: OrderedDict[ChunkKey, None] = OrderedDict()
     for number in uses:
@@ -151,9 +149,7 @@ def test_single_chunk_prompts_go_in_order_of_last_use(uses: list[int]) -> None:
     wanted=st.integers(0, 80),
     leased=st.sets(st.integers(0, 11)),
 )
-def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(
-    sizes: list[int], wanted: int, leased: set[int]
-) -> None:
+def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(sizes, wanted, leased):
     policy = LRUPolicy()
     for number, size in enumerate(sizes):
         policy.add(key(number), size)
@@ -171,7 +167,7 @@ def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(
 
 
 @given(forest=forests(), data=st.data())
-def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest: Forest, data: st.DataObject) -> None:
+def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest, data):
     policy = LRUPolicy()
     for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
         use(policy, forest.path(node))
@@ -190,7 +186,7 @@ def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest: Forest, data
     assert len(policy.evict(len(policy), anyone)) == len(held) - wanted
 
 
-def test_as_a_last_resort_a_prefix_keeps_its_beginning() -> None:
+def test_as_a_last_resort_a_prefix_keeps_its_beginning():
     policy = LRUPolicy()
     prompt = [key(number) for number in range(5)]
     use(policy, prompt)
@@ -201,7 +197,7 @@ def test_as_a_last_resort_a_prefix_keeps_its_beginning() -> None:
     assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the leased one counts as touched
 
 
-def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use() -> None:
+def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use():
     class CountedKey(bytes):
         hashes = 0
 
@@ -220,7 +216,7 @@ def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use() -> Non
 
 
 @given(forest=forests(), data=st.data())
-def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject) -> None:
+def test_a_failed_eviction_changes_no_order(forest, data):
     tried, plain = LRUPolicy(), LRUPolicy()
     for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
         use(tried, forest.path(node))
@@ -240,9 +236,7 @@ def test_a_failed_eviction_changes_no_order(forest: Forest, data: st.DataObject)
     batches=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=6), st.booleans(), st.booleans())),
     drop=st.sets(st.integers(0, 7)),
 )
-def test_every_chunk_stays_evictable_for_any_order_of_calls(
-    batches: list[tuple[list[int], bool, bool]], drop: set[int]
-) -> None:
+def test_every_chunk_stays_evictable_for_any_order_of_calls(batches, drop):
     policy = LRUPolicy(max_hints=3)
     for numbers, gapless, add in batches:
         batch = [key(number) for number in numbers]
@@ -256,7 +250,7 @@ def test_every_chunk_stays_evictable_for_any_order_of_calls(
     assert len(policy.evict(count, anyone)) == count
 
 
-def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
+def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one():
     policy = LRUPolicy()
     use(policy, [key(0), key(1), key(2)])
     policy.touch([key(0), key(2)], gapless=False)
@@ -265,7 +259,7 @@ def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one() -> None:
     assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
 
 
-def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held() -> None:
+def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held():
     policy = LRUPolicy()
     policy.touch([key(number) for number in range(4)])
     for number in (0, 1, 3):
@@ -276,7 +270,7 @@ def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held() -> N
     assert policy.evict(3, anyone) == [key(3), key(1), key(0)]
 
 
-def test_chunks_left_out_of_one_batch_find_their_place_with_the_next() -> None:
+def test_chunks_left_out_of_one_batch_find_their_place_with_the_next():
     policy = LRUPolicy()
     use(policy, [key(0), key(3)])
     policy.touch([key(number) for number in range(4)], gapless=False)
@@ -288,7 +282,7 @@ def test_chunks_left_out_of_one_batch_find_their_place_with_the_next() -> None:
     assert policy.evict(4, anyone) == [key(3), key(2), key(1), key(0)]
 
 
-def test_parked_and_leased_chunks_are_visited_once() -> None:
+def test_parked_and_leased_chunks_are_visited_once():
     policy = LRUPolicy()
     prompt = [key(number) for number in range(1000)]
     use(policy, prompt)
@@ -307,9 +301,7 @@ def test_parked_and_leased_chunks_are_visited_once() -> None:
 
 
 @pytest.mark.parametrize(("held", "remembered"), [(0, MIN_HINTS), (MIN_HINTS + 100, MIN_HINTS + 100)])
-def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number(
-    held: int, remembered: int
-) -> None:
+def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number(held, remembered):
     policy = LRUPolicy()
     for number in range(held):
         policy.add(key(number), 1)
@@ -323,7 +315,7 @@ def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number
     assert known == [False] * remembered + [True] * remembered
 
 
-def test_adding_a_held_chunk_is_refused() -> None:
+def test_adding_a_held_chunk_is_refused():
     policy = LRUPolicy()
     policy.add(key(1), 1)
 

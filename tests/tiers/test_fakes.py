@@ -13,7 +13,7 @@ from lmcache_async.tiers.base import Tier
 
 class TestDictTier(TierConformance, SuffixEvictionConformance):
     @pytest.fixture
-    def tier(self) -> Tier:
+    def tier(self):
         return DictTier()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.support.daemons import ThreadedDaemon, host_tier, socket_path
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[ThreadedDaemon]:
+def daemon():
     with socket_path() as path, ThreadedDaemon(path, max_bytes="128MiB") as daemon:
         yield daemon
 
@@ -23,7 +23,7 @@ class HostConformance(TierConformance, SuffixEvictionConformance):
     many_keys = 2000
 
     @pytest.fixture(autouse=True)
-    def _daemons(self, daemon: ThreadedDaemon) -> Iterator[None]:
+    def _daemons(self, daemon):
         """Start daemons for a case; at the end none of them has a leased record."""
         self._started: list[ThreadedDaemon] = [daemon]
         yield
@@ -48,5 +48,5 @@ class HostConformance(TierConformance, SuffixEvictionConformance):
 
 class TestHostTier(HostConformance):
     @pytest.fixture
-    def tier(self, daemon: ThreadedDaemon) -> HostTier:
+    def tier(self, daemon):
         return host_tier(daemon.path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from lmcache_async.memory.buffer import Buffer, Bytes
 from lmcache_async.plugins.host import HostTier, copying
 from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.results import memory_was_short
 from lmcache_async.types import ChunkKey
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
@@ -36,7 +34,7 @@ RECORD_BYTES = FORMAT.record_bytes(5000)
 
 
 @pytest.fixture
-def daemon() -> Iterator[ThreadedDaemon]:
+def daemon():
     quotas = {"small": {"max_bytes": "24KiB"}}
     with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB", tenants=quotas) as daemon:
         yield daemon
@@ -44,7 +42,7 @@ def daemon() -> Iterator[ThreadedDaemon]:
 
 
 @pytest_asyncio.fixture
-async def tier(daemon: ThreadedDaemon, arena: Arena) -> AsyncIterator[HostTier]:
+async def tier(daemon, arena):
     async with opened(daemon, arena) as tier:
         yield tier
 
@@ -93,9 +91,7 @@ class Frozen:
         self._go_on.set()
 
 
-async def test_a_lease_keeps_its_record_while_the_pool_is_written_over(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_lease_keeps_its_record_while_the_pool_is_written_over(daemon, tier, arena, allocate):
     await put(tier, arena, 1)
     got = await tier.get(key_of(1), allocate)
     assert got is not None
@@ -107,9 +103,7 @@ async def test_a_lease_keeps_its_record_while_the_pool_is_written_over(
     await daemon.until_leases((0, 0), "t")
 
 
-async def test_an_array_that_outlives_its_lease_keeps_the_record(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, allocate: Allocate
-) -> None:
+async def test_an_array_that_outlives_its_lease_keeps_the_record(daemon, tier, arena, allocate):
     await put(tier, arena, 1)
     got = await tier.get(key_of(1), allocate)
     assert got is not None
@@ -125,7 +119,7 @@ async def test_an_array_that_outlives_its_lease_keeps_the_record(
     await daemon.until_leases((0, 0), "t")
 
 
-async def test_a_lease_outlives_the_tier(daemon: ThreadedDaemon, arena: Arena, allocate: Allocate) -> None:
+async def test_a_lease_outlives_the_tier(daemon, arena, allocate):
     async with opened(daemon, arena) as tier:
         await put(tier, arena, 1)
         got = await tier.get(key_of(1), allocate)
@@ -138,9 +132,7 @@ async def test_a_lease_outlives_the_tier(daemon: ThreadedDaemon, arena: Arena, a
     await daemon.until_leases((0, 0), "t")
 
 
-async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
-    arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(arena, allocate):
     with socket_path() as path:
         with ThreadedDaemon(path, max_bytes="2MiB") as first:
             tier = opened(first, arena)
@@ -171,7 +163,7 @@ async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(
 
 
 @pytest.fixture
-def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_items(monkeypatch):
     """Limit messages to four keys."""
     monkeypatch.setattr("lmcache_async.daemon.messages.MAX_ITEMS", 4)
     monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
@@ -182,9 +174,7 @@ async def listed(tier: HostTier) -> list[ChunkKey]:
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(
-    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
     link, ask = tier._link, tier._ask
     assert link is not None
@@ -204,9 +194,7 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(
         await listed(tier)
 
 
-async def test_reconnecting_goes_on_after_an_unexpected_error(
-    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reconnecting_goes_on_after_an_unexpected_error(tier, arena, monkeypatch):
     await put(tier, arena, 1)
     link = tier._link
     assert link is not None
@@ -229,7 +217,7 @@ async def test_reconnecting_goes_on_after_an_unexpected_error(
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_two_lists_of_keys_do_not_disturb_each_other(tier: HostTier, arena: Arena) -> None:
+async def test_two_lists_of_keys_do_not_disturb_each_other(tier, arena):
     await put(tier, arena, *range(9))
     first = tier.keys()
     found = [await anext(first)]
@@ -243,9 +231,7 @@ async def test_two_lists_of_keys_do_not_disturb_each_other(tier: HostTier, arena
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_lists_of_keys_are_asked_for_one_after_the_other(
-    tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lists_of_keys_are_asked_for_one_after_the_other(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
     ask, starts = tier._ask, []
 
@@ -259,9 +245,7 @@ async def test_lists_of_keys_are_asked_for_one_after_the_other(
     assert starts == [0, 4, 8, 0, 4, 8]
 
 
-async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(
-    arena: Arena, allocate: Allocate
-) -> None:
+async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(arena, allocate):
     with socket_path() as path, record(arena, 1) as buffer:
         tier = host_tier(path)
         async with tier:
@@ -278,9 +262,7 @@ async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(
             await tier.contains(key_of(1))
 
 
-async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lease(
-    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lease(daemon, arena, allocate):
     async with opened(daemon, arena, lookup_timeout_s=0.01, transfer_timeout_s=0.01) as tier:
         with record(arena, 1) as buffer:
             async with asyncio.timeout(DEADLINE_S):
@@ -301,9 +283,7 @@ async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lea
         await daemon.until_leases((0, 0), "t")  # leases of late answers are released
 
 
-async def test_a_daemon_far_behind_is_asked_no_more(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
-) -> None:
+async def test_a_daemon_far_behind_is_asked_no_more(daemon, tier, arena):
     with Frozen(daemon):
         calls = [asyncio.ensure_future(tier.contains(key_of(1))) for _ in range(MAX_UNANSWERED + 10)]
         done, running = await asyncio.wait(calls, timeout=0.0)
@@ -315,9 +295,7 @@ async def test_a_daemon_far_behind_is_asked_no_more(
     assert await asyncio.gather(*running) == [False] * MAX_UNANSWERED
 
 
-async def test_a_full_pool_says_so_and_has_room_again(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
-) -> None:
+async def test_a_full_pool_says_so_and_has_room_again(daemon, tier, arena):
     hold: list[object] = []
 
     def fill() -> None:
@@ -332,9 +310,7 @@ async def test_a_full_pool_says_so_and_has_room_again(
     assert await tier.contains(key_of(1))
 
 
-async def test_a_tenant_at_its_quota_loses_its_own_alone(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena
-) -> None:
+async def test_a_tenant_at_its_quota_loses_its_own_alone(daemon, tier, arena):
     await put(tier, arena, *range(3))
     async with opened(daemon, arena, tenant="small") as small:
         await put(small, arena, *range(5))
@@ -348,9 +324,7 @@ async def test_a_tenant_at_its_quota_loses_its_own_alone(
     assert await tier.count_prefix([key_of(number) for number in range(3)]) == 3
 
 
-async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(
-    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate
-) -> None:
+async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(daemon, arena, allocate):
     async with opened(daemon, arena, max_lease_bytes=2 * RECORD_BYTES) as tier:
         await put(tier, arena, 1, 2, 3)
         got = await tier.get_many([key_of(number) for number in (1, 2, 3)], allocate)
@@ -400,9 +374,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "thrown out"])
-async def test_a_reservation_lasts_until_its_copy_has_really_ended(
-    daemon: ThreadedDaemon, arena: Arena, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_a_reservation_lasts_until_its_copy_has_really_ended(daemon, arena, monkeypatch, how):
     gate = Gate(monkeypatch)
     tier = opened(daemon, arena)
     await tier.__aenter__()
@@ -438,8 +410,8 @@ async def test_a_reservation_lasts_until_its_copy_has_really_ended(
 
 @pytest.mark.parametrize("verb", ["get", "put"])
 async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
-    daemon: ThreadedDaemon, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+    daemon, arena, allocate, monkeypatch, verb
+):
     async with opened(daemon, arena) as tier:
         await put(tier, arena, 1)
         ask = Connection.ask
@@ -457,16 +429,14 @@ async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
         await daemon.until_leases((0, 0), "t")
 
 
-async def test_existing_records_are_not_copied_again(
-    daemon: ThreadedDaemon, tier: HostTier, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_existing_records_are_not_copied_again(daemon, tier, arena, monkeypatch):
     await put(tier, arena, 1)
     gate = Gate(monkeypatch)  # blocks any copy
     await put(tier, arena, 1)
     assert not gate.entered.is_set()
 
 
-async def test_a_large_record_is_copied_by_several_threads_to_the_byte() -> None:
+async def test_a_large_record_is_copied_by_several_threads_to_the_byte():
     source = np.random.default_rng(1).integers(0, 256, 9_000_001, dtype=np.uint8)
     target = np.zeros_like(source)
     copier = copying.Copier(3)
@@ -478,7 +448,7 @@ async def test_a_large_record_is_copied_by_several_threads_to_the_byte() -> None
     assert pairs == []
 
 
-async def test_the_memory_is_not_inherited_by_children_or_programs(tier: HostTier, arena: Arena) -> None:
+async def test_the_memory_is_not_inherited_by_children_or_programs(tier, arena):
     """A forked child does not see the mapping, and a program run by it does not inherit the descriptor."""
     await put(tier, arena, 1)
     address = tier._link.connection.mapping._region.address  # type: ignore[union-attr]
@@ -509,9 +479,7 @@ class SlowCUDA:
         return 0
 
 
-async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(arena, monkeypatch):
     cuda = SlowCUDA(monkeypatch)
     with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB") as daemon:
         tier = opened(daemon, arena)

@@ -3,8 +3,6 @@
 Time is virtual, so the numbers are no measurements, but results of the layers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from random import Random

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lmcache_async.memory.arena import Arena
-from lmcache_async.plugins.mooncake import MooncakeConfig, MooncakeTier
+from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-from tests.support.mooncake_pool import MooncakePool, make_config, replace
+from tests.support.mooncake_pool import make_config, replace
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
 
 @pytest.fixture
-def config(mooncake_pool: MooncakePool) -> MooncakeConfig:
+def config(mooncake_pool):
     """A config with its own key prefix."""
     return make_config(mooncake_pool)
 
 
 @pytest.fixture(scope="session")
-def client(mooncake_pool: MooncakePool) -> Iterator[MooncakeDistributedStore]:
+def client(mooncake_pool):
     """One client for all cases: closing it takes half a second."""
     with mooncake_pool.client() as client:
         yield client
@@ -40,7 +38,7 @@ class TestMooncakeTier(TierConformance):
     many_keys = 300
 
     @pytest.fixture
-    def tier(self, config: MooncakeConfig, client: MooncakeDistributedStore) -> MooncakeTier:
+    def tier(self, config, client):
         return MooncakeTier(config, store=client)
 
     def reopen(self, tier: MooncakeTier) -> MooncakeTier:
@@ -78,12 +76,12 @@ class Store:
 
 
 @pytest.fixture
-def store(client: MooncakeDistributedStore) -> Store:
+def store(client):
     return Store(client)
 
 
 @pytest.fixture
-async def opened(config: MooncakeConfig, store: Store, arena: Arena) -> AsyncIterator[MooncakeTier]:
+async def opened(config, store, arena):
     tier = MooncakeTier(config, store=store)
     tier.bind(arena)
     async with tier:
@@ -91,8 +89,8 @@ async def opened(config: MooncakeConfig, store: Store, arena: Arena) -> AsyncIte
 
 
 async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
-    opened: MooncakeTier, store: Store, client: MooncakeDistributedStore, arena: Arena, allocate: Allocate
-) -> None:
+    opened, store, client, arena, allocate
+):
     given: list[int] = []
 
     def noted(call: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -109,9 +107,7 @@ async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
         got.release()
 
 
-async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
-    opened: MooncakeTier, store: Store, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(opened, store, arena, allocate):
     await TierRig(opened, arena).put(*range(3))
     store.note("batch_get_into", held=True)
     reading = asyncio.ensure_future(opened.get_many([key_of(number) for number in range(3)], allocate))
@@ -129,9 +125,7 @@ async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
 
 
 @pytest.mark.parametrize("code", [-704, -703], ids=["removed", "being put anew"])
-async def test_a_record_that_went_between_lookup_and_read_is_a_miss(
-    opened: MooncakeTier, store: Store, arena: Arena, allocate: Allocate, code: int
-) -> None:
+async def test_a_record_that_went_between_lookup_and_read_is_a_miss(opened, store, arena, allocate, code):
     await TierRig(opened, arena).put(1)
     store.batch_get_into = lambda names, *_: [code] * len(names)
 
@@ -140,8 +134,8 @@ async def test_a_record_that_went_between_lookup_and_read_is_a_miss(
 
 @pytest.mark.parametrize("moving", ["batch_get_into", "batch_put_from"])
 async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_removed(
-    opened: MooncakeTier, store: Store, arena: Arena, moving: str
-) -> None:
+    opened, store, arena, moving
+):
     """The space of a removed record may be reused at once."""
     await TierRig(opened, arena).put(1)
     store.note(moving, held=True)

@@ -8,7 +8,6 @@ import pytest
 
 from lmcache_async.config import validate_options
 from lmcache_async.errors import ConfigError, MissingDependencyError, TierClosedError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.mooncake import MooncakeConfig, MooncakeTier
 
 URL = "mooncake://master:50051"
@@ -22,12 +21,12 @@ URL = "mooncake://master:50051"
         {"url": f"{URL}/path"},
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+def test_wrong_options_are_refused(options):
     with pytest.raises(ConfigError):
         validate_options(MooncakeConfig, options, "here")
 
 
-def test_all_spellings_of_options_are_accepted() -> None:
+def test_all_spellings_of_options_are_accepted():
     config = MooncakeConfig.model_validate({"url": "mooncakestore://m:50051/", "segment_bytes": "4GiB"})
 
     assert (config.url, config.master, config.segment_bytes) == ("mooncake://m:50051", "m:50051", 4 << 30)
@@ -35,7 +34,7 @@ def test_all_spellings_of_options_are_accepted() -> None:
     assert not MooncakeTier(config).capabilities.persistent
 
 
-async def test_without_an_arena_it_is_not_opened() -> None:
+async def test_without_an_arena_it_is_not_opened():
     with pytest.raises(TierClosedError, match="bind"):
         await MooncakeTier(MooncakeConfig.model_validate({"url": URL})).__aenter__()
 
@@ -67,9 +66,7 @@ CANNOT = "cannot open shared object file: No such file or directory"
         (f"libother.so.1: {CANNOT}", r"libother\.so\.1: .*install libibverbs1 libnuma1 libcurl4"),
     ],
 )
-async def test_a_missing_library_is_named_with_its_package(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, failure: str, advice: str
-) -> None:
+async def test_a_missing_library_is_named_with_its_package(arena, monkeypatch, failure, advice):
     _forget_engine(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [_Broken(failure), *sys.meta_path])
     tier = MooncakeTier(MooncakeConfig.model_validate({"url": URL}))
@@ -79,9 +76,7 @@ async def test_a_missing_library_is_named_with_its_package(
 
 
 @pytest.mark.parametrize("missing", ["mooncake", "mooncake.store"])
-async def test_without_the_package_it_says_what_to_install(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+async def test_without_the_package_it_says_what_to_install(arena, monkeypatch, missing):
     _forget_engine(monkeypatch)
     monkeypatch.setitem(sys.modules, missing, None)
     tier = MooncakeTier(MooncakeConfig.model_validate({"url": URL}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,14 @@ SLACK_S = 20.0
 
 
 @pytest.fixture
-def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def haste(monkeypatch):
     """Reduce the wait of Mooncake's client for a hanging process from 30 s to one."""
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1000")
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+def pool(tmp_path_factory):
     """A pool to be killed: its master forgets unresponsive stores after two seconds."""
     with running(tmp_path_factory.mktemp("mortal"), 64 << 20, "--client_ttl=2") as pool:
         yield pool
@@ -57,13 +56,7 @@ def bound_tier(pool: MooncakePool, arena: Arena, **options: object) -> MooncakeT
     [(kill_store, MooncakePool.start_segment), (kill_master, MooncakePool.start_master)],
     ids=["store", "master"],
 )
-async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
-    pool: MooncakePool,
-    arena: Arena,
-    allocate: Allocate,
-    kill: Callable[[MooncakePool], None],
-    restart: Callable[[MooncakePool], None],
-) -> None:
+async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(pool, arena, allocate, kill, restart):
     async with bound_tier(pool, arena) as inner:
         tier = handle_of(inner, timeout_s=DEADLINE_S)
         traffic = Traffic(tier.put, tier.get, arena, allocate)
@@ -80,9 +73,7 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(
 
 
 @pytest.mark.usefixtures("haste")
-async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
-    pool: MooncakePool, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(pool, arena, allocate):
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
         with hanging(pool.signal_segment):
@@ -108,7 +99,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(
 
 
 @pytest.mark.usefixtures("haste")
-async def test_a_master_that_hangs_is_given_up(pool: MooncakePool, arena: Arena, allocate: Allocate) -> None:
+async def test_a_master_that_hangs_is_given_up(pool, arena, allocate):
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
         with hanging(pool.signal_master):
@@ -119,9 +110,7 @@ async def test_a_master_that_hangs_is_given_up(pool: MooncakePool, arena: Arena,
         await until_hit(tier, arena, allocate)
 
 
-async def test_a_store_that_hangs_does_not_hold_up_lookups(
-    mooncake_pool: MooncakePool, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_store_that_hangs_does_not_hold_up_lookups(mooncake_pool, arena, allocate):
     """With the master's and the client's usual patience, so that the read has not failed at the lookup's end."""
     async with bound_tier(mooncake_pool, arena, threads=1) as tier:
         await until_hit(tier, arena, allocate)
@@ -134,9 +123,7 @@ async def test_a_store_that_hangs_does_not_hold_up_lookups(
         buffer.release()
 
 
-async def test_a_tier_begins_without_its_master_and_joins_it_later(
-    tmp_path: Path, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_tier_begins_without_its_master_and_joins_it_later(tmp_path, arena, allocate, caplog):
     pool = MooncakePool(tmp_path, 16 << 20)
     try:
         with caplog.at_level(logging.INFO):
@@ -155,13 +142,7 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(
         pool.stop()
 
 
-async def test_joining_goes_on_after_an_unexpected_error(
-    tmp_path: Path,
-    arena: Arena,
-    allocate: Allocate,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_joining_goes_on_after_an_unexpected_error(tmp_path, arena, allocate, monkeypatch, caplog):
     pool = MooncakePool(tmp_path, 16 << 20)
     join, attempts = Pool._join, itertools.count()
 
@@ -180,7 +161,7 @@ async def test_joining_goes_on_after_an_unexpected_error(
         pool.stop()
 
 
-async def test_a_tier_that_never_found_its_master_closes(pool: MooncakePool, arena: Arena) -> None:
+async def test_a_tier_that_never_found_its_master_closes(pool, arena):
     tier = bound_tier(pool, arena, url="mooncake://127.0.0.1:1")
     await tier.__aenter__()
     await asyncio.wait_for(tier.__aexit__(None, None, None), SLACK_S)
@@ -189,9 +170,7 @@ async def test_a_tier_that_never_found_its_master_closes(pool: MooncakePool, are
         await tier.contains(key_of(1))
 
 
-async def test_options_that_the_engine_refuses_stop_the_start(
-    pool: MooncakePool, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_options_that_the_engine_refuses_stop_the_start(pool, arena, monkeypatch):
     monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # otherwise it takes 20 s
     with pytest.raises(TierError, match=r"cannot join the pool of mooncake://.* by pigeons: ") as caught:
         await bound_tier(pool, arena, protocol="pigeons").__aenter__()
@@ -199,7 +178,7 @@ async def test_options_that_the_engine_refuses_stop_the_start(
     assert not caught.value.retryable
 
 
-def test_a_full_pool_drops_what_has_no_room(tmp_path: Path, arena: Arena, allocate: Allocate) -> None:
+def test_a_full_pool_drops_what_has_no_room(tmp_path, arena, allocate):
     uvloop.run(fill(tmp_path, arena, allocate))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,7 +47,7 @@ class TestMooncakeMachine(MooncakeMachine.TestCase):  # type: ignore[misc,name-d
     settings = machine_settings(25)
 
     @pytest.fixture(autouse=True)
-    def _pool(self, mooncake_pool: MooncakePool) -> Iterator[None]:
+    def _pool(self, mooncake_pool):
         MooncakeMachine.pool = mooncake_pool
         with mooncake_pool.client() as MooncakeMachine.client:
             yield

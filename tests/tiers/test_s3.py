@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ from lmcache_async.plugins.s3 import S3Config, S3Tier
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.types import ChunkKey
-from tests.support.s3_server import S3Server, edit_object
+from tests.support.s3_server import edit_object
 
 
 class S3Conformance(TierConformance):
@@ -33,7 +32,7 @@ class TestS3Tier(S3Conformance):
     options: ClassVar[dict[str, object]] = {}
 
     @pytest.fixture
-    def tier(self, s3_server: S3Server) -> S3Tier:
+    def tier(self, s3_server):
         return S3Tier(s3_server.config(**self.options))
 
 
@@ -49,7 +48,7 @@ class TestOverFiles(S3Conformance):
     """The same code over a store that needs no server."""
 
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> S3Tier:
+    def tier(self, tmp_path):
         return S3Tier(S3Config(url="s3://files", part_bytes=30_000), store=LocalStore(tmp_path))
 
     def store(self, tier: S3Tier) -> ObjectStore:

@@ -1,9 +1,6 @@
 """The s3 tier: options, clients created from them, and redaction of secrets."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -29,7 +26,7 @@ SECRET = "kept-from-everybody"
         ("azure://container/kv", ("az", "container", "kv")),
     ],
 )
-def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tuple[str, str, str]) -> None:
+def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url, place):
     assert S3Config(url=url).location == place
 
 
@@ -45,14 +42,14 @@ def test_a_url_names_a_kind_of_store_a_bucket_and_a_prefix(url: str, place: tupl
         ({"url": "az://b", "service_account_file": "/f"}, "service_account_file is only valid for gs://"),
     ],
 )
-def test_wrong_options_are_refused_by_name(options: dict[str, object], complaint: str) -> None:
+def test_wrong_options_are_refused_by_name(options, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
         validate_options(S3Config, options, "here")
 
     assert SECRET not in str(caught.value)
 
 
-def test_all_spellings_of_options_are_accepted() -> None:
+def test_all_spellings_of_options_are_accepted():
     config = S3Config.model_validate(
         {"url": "s3://b", "part_bytes": "16MiB", "concurrency": "32", "path_style": "no", "region": "none"}
     )
@@ -65,7 +62,7 @@ def test_all_spellings_of_options_are_accepted() -> None:
     )
 
 
-def test_secrets_are_in_no_text(tmp_path: Path) -> None:
+def test_secrets_are_in_no_text(tmp_path):
     tier = {
         "name": "s3",
         "url": "s3://b",
@@ -81,7 +78,7 @@ def test_secrets_are_in_no_text(tmp_path: Path) -> None:
     )
 
 
-def test_a_client_for_each_kind_of_store(tmp_path: Path) -> None:
+def test_a_client_for_each_kind_of_store(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("c2VjcmV0\n")
     secret.chmod(0o600)
@@ -107,7 +104,7 @@ def test_a_client_for_each_kind_of_store(tmp_path: Path) -> None:
     assert [store.prefix for store in (s3, google, azure)] == ["kv"] * 3
 
 
-def test_a_secret_in_a_world_readable_file_is_refused(tmp_path: Path) -> None:
+def test_a_secret_in_a_world_readable_file_is_refused(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o644)
@@ -120,7 +117,7 @@ def test_a_secret_in_a_world_readable_file_is_refused(tmp_path: Path) -> None:
         open_store(config.model_copy(update={"secret_key_file": tmp_path / "none"}))
 
 
-def test_errors_of_client_options_show_no_secret() -> None:
+def test_errors_of_client_options_show_no_secret():
     with pytest.raises(ConfigError, match="az://c") as caught:
         open_store(S3Config(url="az://c", account="a", secret_key=SECRET + "!"))
 
@@ -128,7 +125,7 @@ def test_errors_of_client_options_show_no_secret() -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_a_reason_is_one_line_without_signed_queries() -> None:
+def test_a_reason_is_one_line_without_signed_queries():
     error = RuntimeError(
         "Generic S3 error: Error performing GET https://h/b?sig=abc in 1ms - HTTP error: at https://h/b?sig=abc"
         "\n\nDebug source:\nsig=abc"
@@ -139,7 +136,7 @@ def test_a_reason_is_one_line_without_signed_queries() -> None:
     assert len(reason(RuntimeError("x" * 5000))) == 300
 
 
-def test_without_obstore_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_obstore_it_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith("lmcache_async.plugins.s3")]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from lmcache_async.plugins.s3 import tier as s3_tier
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import turns
-from lmcache_async.tiers.base import Allocate
 
 WHOLE, IN_PARTS = 1 << 20, 4096
 
@@ -41,7 +39,7 @@ class Copies:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+def copies(monkeypatch):
     copies = Copies()
     monkeypatch.setattr(s3_tier, "_fill", copies)
     yield copies
@@ -56,8 +54,8 @@ def tier_over(directory: Path, part_bytes: int, arena: Arena) -> S3Tier:
 
 @pytest.mark.parametrize("part_bytes", [WHOLE, IN_PARTS], ids=["whole", "parts"])
 async def test_a_cancelled_get_keeps_its_lease_until_the_copy_in_a_thread_has_ended(
-    copies: Copies, tmp_path: Path, arena: Arena, allocate: Allocate, part_bytes: int
-) -> None:
+    copies, tmp_path, arena, allocate, part_bytes
+):
     async with tier_over(tmp_path, part_bytes, arena) as tier:
         await TierRig(tier, arena, lambda _: 60_000).put(1)
         reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
@@ -75,9 +73,7 @@ async def test_a_cancelled_get_keeps_its_lease_until_the_copy_in_a_thread_has_en
         assert threading.get_ident() not in copies.threads
 
 
-async def test_closing_waits_for_a_copy_and_ends_the_threads(
-    copies: Copies, tmp_path: Path, arena: Arena, allocate: Allocate
-) -> None:
+async def test_closing_waits_for_a_copy_and_ends_the_threads(copies, tmp_path, arena, allocate):
     tier = tier_over(tmp_path, WHOLE, arena)
     await tier.__aenter__()
     await TierRig(tier, arena).put(1)

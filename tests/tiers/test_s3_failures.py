@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -17,8 +16,7 @@ from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
-from lmcache_async.tiers.base import Allocate
-from tests.support.s3_server import SECRET_KEY, S3Server
+from tests.support.s3_server import SECRET_KEY
 from tests.tiers.proxy import Proxy
 
 WHOLE: dict[str, object] = {}
@@ -27,7 +25,7 @@ SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r
 
 
 @pytest.fixture
-async def proxy(s3_server: S3Server) -> AsyncIterator[Proxy]:
+async def proxy(s3_server):
     async with Proxy(s3_server.port) as proxy:
         yield proxy
 
@@ -45,8 +43,8 @@ async def open_tier(config: S3Config, arena: Arena) -> S3Tier:
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
 async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
-) -> None:
+    s3_server, proxy, arena, allocate, options
+):
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
         await TierRig(tier, arena).put(*range(4))
         proxy.answers.shut()
@@ -73,9 +71,7 @@ async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
         assert await TierRig(tier, arena).holds(0, 1, 2, 3, 5)
 
 
-async def test_wrong_credentials_stop_the_start_and_are_not_shown(
-    s3_server: S3Server, arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_wrong_credentials_stop_the_start_and_are_not_shown(s3_server, arena, caplog):
     config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
     with pytest.raises(TierError, match=r"SignatureDoesNotMatch.*credentials") as caught:
         await open_tier(config, arena)
@@ -85,7 +81,7 @@ async def test_wrong_credentials_stop_the_start_and_are_not_shown(
     assert SECRET_KEY not in caplog.text + str(caught.value) + str(caught.value.__cause__) + repr(config)
 
 
-async def test_revoked_credentials_are_an_error_of_every_call(s3_server: S3Server, arena: Arena) -> None:
+async def test_revoked_credentials_are_an_error_of_every_call(s3_server, arena):
     config = s3_server.config(secret_key="wrong-" + SECRET_KEY)
     bucket = Bucket(config, open_store(config))
     with record(arena, 1) as buffer:
@@ -101,7 +97,7 @@ async def test_revoked_credentials_are_an_error_of_every_call(s3_server: S3Serve
             assert not caught.value.retryable
 
 
-async def test_a_bucket_that_is_not_there_stops_the_start(s3_server: S3Server, arena: Arena) -> None:
+async def test_a_bucket_that_is_not_there_stops_the_start(s3_server, arena):
     config = s3_server.config(url="s3://missing-bucket/kv")
     with pytest.raises(TierError, match=r"s3://missing-bucket/kv at .*NoSuchBucket.*create it"):
         await open_tier(config, arena)
@@ -111,8 +107,8 @@ async def test_a_bucket_that_is_not_there_stops_the_start(s3_server: S3Server, a
 
 
 async def test_a_store_that_does_not_answer_yet_does_not_stop_the_start(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
-) -> None:
+    s3_server, proxy, arena, allocate, caplog
+):
     proxy.refuses = True
     with caplog.at_level(logging.WARNING):
         tier = await open_tier(through(proxy, s3_server.config()), arena)
@@ -127,9 +123,7 @@ async def test_a_store_that_does_not_answer_yet_does_not_stop_the_start(
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_a_slow_server_is_an_error_within_the_requests_time(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
-) -> None:
+async def test_a_slow_server_is_an_error_within_the_requests_time(s3_server, proxy, arena, allocate, options):
     config = s3_server.config(**options)
     async with await open_tier(config, arena) as tier:
         await TierRig(tier, arena).put(1)
@@ -147,9 +141,7 @@ async def test_a_slow_server_is_an_error_within_the_requests_time(
         assert await TierRig(tier, arena).holds(1)
 
 
-async def test_a_throttling_server_is_a_retryable_error(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_throttling_server_is_a_retryable_error(s3_server, proxy, arena, allocate):
     async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
         await proxy.cut()
         proxy.answer = SLOW_DOWN
@@ -163,9 +155,7 @@ async def test_a_throttling_server_is_a_retryable_error(
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_after_a_cancelled_get_nothing_is_written(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
-) -> None:
+async def test_after_a_cancelled_get_nothing_is_written(s3_server, proxy, arena, allocate, options):
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
         await TierRig(tier, arena).put(*range(3))
 
@@ -192,8 +182,8 @@ async def test_after_a_cancelled_get_nothing_is_written(
 
 
 async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
-) -> None:
+    s3_server, proxy, arena, allocate
+):
     async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
         proxy.answers.shut()
         buffer = record(arena, 1)
@@ -212,9 +202,7 @@ async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
         assert await TierRig(tier, arena).holds(1)
 
 
-async def test_an_upload_cut_half_way_is_no_record(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate
-) -> None:
+async def test_an_upload_cut_half_way_is_no_record(s3_server, proxy, arena, allocate):
     config = s3_server.config()
     async with await open_tier(through(proxy, config), arena) as tier:
         await proxy.cut()
@@ -231,8 +219,8 @@ async def test_an_upload_cut_half_way_is_no_record(
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
 async def test_an_answer_cut_half_way_is_an_error_and_the_record_stays(
-    s3_server: S3Server, proxy: Proxy, arena: Arena, allocate: Allocate, options: dict[str, object]
-) -> None:
+    s3_server, proxy, arena, allocate, options
+):
     config = s3_server.config(**options)
     async with await open_tier(through(proxy, config), arena) as tier:
         await TierRig(tier, arena, lambda _: 60_000).put(1)

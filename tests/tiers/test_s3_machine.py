@@ -45,5 +45,5 @@ class TestS3Machine(S3Machine.TestCase):  # type: ignore[misc,name-defined]
     settings = machine_settings(8)
 
     @pytest.fixture(autouse=True)
-    def _server(self, s3_server: S3Server) -> None:
+    def _server(self, s3_server):
         S3Machine.server = s3_server

@@ -9,7 +9,6 @@ import obstore
 import pytest
 
 from lmcache_async.errors import TierClosedError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Tier
 from lmcache_async.plugins.s3.bucket import Bucket, name_of
@@ -17,19 +16,17 @@ from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
 from lmcache_async.testing.steps import DEADLINE_S
-from lmcache_async.tiers.base import Allocate
-from tests.support.s3_server import S3Server
 from tests.tiers.proxy import Proxy
 
 
 @pytest.fixture
-def tier(s3_server: S3Server, arena: Arena) -> S3Tier:
+def tier(s3_server, arena):
     tier = S3Tier(s3_server.config(part_bytes=4096))
     tier.bind(arena)
     return tier
 
 
-async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier: S3Tier, arena: Arena) -> None:
+async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier, arena):
     store = open_store(tier.config)
     foreign = ["readme", "00/readme", f"ab/{key_of(1).hex()}", f"{name_of(key_of(1))}.tmp"]
     async with tier:
@@ -45,8 +42,8 @@ async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier: S3Tie
 @pytest.mark.parametrize("content", [b"", bytes(200_000)], ids=["empty", "too long"])
 @pytest.mark.parametrize("part_bytes", [4096, 1 << 20])
 async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
-    s3_server: S3Server, arena: Arena, allocate: Allocate, content: bytes, part_bytes: int
-) -> None:
+    s3_server, arena, allocate, content, part_bytes
+):
     tier = S3Tier(s3_server.config(part_bytes=part_bytes))
     tier.bind(arena)
     async with tier:
@@ -57,9 +54,7 @@ async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
         assert not await tier.contains(key_of(1))
 
 
-async def test_a_record_removed_while_it_is_read_is_a_miss(
-    tier: S3Tier, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_record_removed_while_it_is_read_is_a_miss(tier, arena, allocate):
     async def allocate_and_remove(nbytes: int) -> Buffer:
         await tier.remove(key_of(1))
         return await allocate(nbytes)
@@ -70,7 +65,7 @@ async def test_a_record_removed_while_it_is_read_is_a_miss(
         await TierRig(tier, arena).check_leases()
 
 
-async def test_a_record_is_never_put_together_of_two(tier: S3Tier, arena: Arena, allocate: Allocate) -> None:
+async def test_a_record_is_never_put_together_of_two(tier, arena, allocate):
     replaced = []
 
     async def allocate_and_replace(nbytes: int) -> Buffer:
@@ -89,9 +84,7 @@ async def test_a_record_is_never_put_together_of_two(tier: S3Tier, arena: Arena,
         await TierRig(tier, arena).check_leases()
 
 
-async def test_a_record_that_changes_all_the_time_is_an_error(
-    tier: S3Tier, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_record_that_changes_all_the_time_is_an_error(tier, arena, allocate):
     lengths = iter(range(9000, 9100))
 
     async def allocate_and_replace(nbytes: int) -> Buffer:
@@ -106,9 +99,7 @@ async def test_a_record_that_changes_all_the_time_is_an_error(
         await TierRig(tier, arena).check_leases()
 
 
-async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(
-    tier: S3Tier, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(tier, arena, monkeypatch):
     asked = []
     find = Bucket.find
 
@@ -128,9 +119,7 @@ async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(
         assert len(asked) == len(set(asked)) == 4 + tier.config.concurrency
 
 
-async def test_no_more_requests_are_under_way_than_asked_for(
-    s3_server: S3Server, arena: Arena, allocate: Allocate
-) -> None:
+async def test_no_more_requests_are_under_way_than_asked_for(s3_server, arena, allocate):
     async with Proxy(s3_server.port) as proxy:
         config = s3_server.config(part_bytes=4096, concurrency=3)
         tier = S3Tier(config.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}"}))
@@ -156,9 +145,7 @@ async def test_no_more_requests_are_under_way_than_asked_for(
         assert proxy.most_waiting == 3
 
 
-async def test_a_forked_child_cannot_use_what_it_inherited(
-    tier: S3Tier, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_forked_child_cannot_use_what_it_inherited(tier, allocate, monkeypatch):
     async with tier:
         with monkeypatch.context() as patched:
             patched.setattr(os, "getpid", lambda: -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,25 +11,25 @@ from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
-from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
+from tests.support.valkey_servers import Server, running, running_cluster
 from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     with running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ServerCluster]:
+def cluster():
     with running_cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("tls"))
 
 
@@ -53,7 +53,7 @@ class TestOverAUnixSocket(ValkeyConformance):
     many_keys = 2000
 
     @pytest.fixture
-    def tier(self, server: Server) -> ValkeyTier:
+    def tier(self, server):
         self._server = server
         return ValkeyTier(config(server.url))
 
@@ -61,7 +61,7 @@ class TestOverAUnixSocket(ValkeyConformance):
 @pytest.mark.one_loop
 class TestOverTCPWithOneConnection(ValkeyConformance):
     @pytest.fixture
-    def tier(self, server: Server) -> ValkeyTier:
+    def tier(self, server):
         self._server = server
         return ValkeyTier(config(f"{server.tcp_url}/3", connections=1))
 
@@ -72,7 +72,7 @@ class TestOverTCPWithOneConnection(ValkeyConformance):
 
 class TestOverTLS(ValkeyConformance):
     @pytest.fixture
-    async def tier(self, server: Server, authority: Authority) -> AsyncIterator[ValkeyTier]:
+    async def tier(self, server, authority):
         self._server = server
         async with Proxy(server.port, tls=authority.server_context()) as proxy:
             yield ValkeyTier(config(f"valkeys://127.0.0.1:{proxy.port}", tls_ca_file=authority.file))
@@ -81,7 +81,7 @@ class TestOverTLS(ValkeyConformance):
 @pytest.mark.one_loop
 class TestInACluster(ValkeyConformance):
     @pytest.fixture
-    def tier(self, cluster: ServerCluster) -> ValkeyTier:
+    def tier(self, cluster):
         self._cluster = cluster
         return ValkeyTier(config(cluster.url, mode="cluster"))
 

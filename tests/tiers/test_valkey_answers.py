@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
 from tests.support.outcomes import get, put
 from tests.support.processes import free_port
-from tests.support.valkey_servers import Server, running
+from tests.support.valkey_servers import running
 from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 
@@ -25,13 +22,13 @@ SECRET = "s3cr3t-p4ssw0rd"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     with running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def closed_server() -> Iterator[Server]:
+def closed_server():
     """A server with the user kv, limited to keys that begin with kv:, and without a default user."""
     user = f"kv on >{SECRET} ~kv:* +get +set +exists +unlink +scan".split()
     with running("--user", *user, "--user", "default", "off") as server:
@@ -49,9 +46,7 @@ async def _listed(tier: ValkeyTier) -> list[ChunkKey]:
     return [key async for key in tier.keys()]  # noqa: SIM118 - no dict
 
 
-async def test_a_user_with_few_rights_is_enough(
-    closed_server: Server, arena: Arena, allocate: Allocate, tmp_path: Path
-) -> None:
+async def test_a_user_with_few_rights_is_enough(closed_server, arena, allocate, tmp_path):
     url = f"valkey://kv@127.0.0.1:{closed_server.port}"
     settings = config(url, password_file=password_file(tmp_path, SECRET), key_prefix="kv:")
     async with ValkeyTier(settings) as tier:
@@ -62,9 +57,7 @@ async def test_a_user_with_few_rights_is_enough(
         assert await tier.clear() == 1
 
 
-async def test_a_user_without_rights_on_the_keys_is_told(
-    closed_server: Server, arena: Arena, tmp_path: Path
-) -> None:
+async def test_a_user_without_rights_on_the_keys_is_told(closed_server, arena, tmp_path):
     options = {"username": "kv", "password_file": password_file(tmp_path, SECRET), "key_prefix": "other:"}
     async with ValkeyTier(config(closed_server.url, **options)) as tier:
         [answer] = await put(tier, arena, 1)
@@ -75,11 +68,8 @@ async def test_a_user_without_rights_on_the_keys_is_told(
 
 @pytest.mark.parametrize("password", ["wrong-" + SECRET, None])
 async def test_a_wrong_password_stops_the_start_and_is_not_shown(
-    closed_server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    password: str | None,
-) -> None:
+    closed_server, monkeypatch, caplog, password
+):
     caplog.set_level(logging.DEBUG)
     options = {}
     if password:
@@ -94,9 +84,7 @@ async def test_a_wrong_password_stops_the_start_and_is_not_shown(
     assert SECRET not in chain + caplog.text
 
 
-async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(monkeypatch):
     monkeypatch.setenv("KV_PASSWORD", SECRET)
     with running("--rename-command", "AUTH", "''") as server:
         tier = ValkeyTier(config(server.url, password_variable="KV_PASSWORD"))
@@ -105,7 +93,7 @@ async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(
     assert SECRET not in f"{caught.value} {caught.value.__cause__!r}"
 
 
-async def test_a_full_server_drops_and_counts(arena: Arena, allocate: Allocate) -> None:
+async def test_a_full_server_drops_and_counts(arena, allocate):
     with running("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         async with ValkeyTier(config(server.url)) as tier:
             taken = 0
@@ -120,9 +108,7 @@ async def test_a_full_server_drops_and_counts(arena: Arena, allocate: Allocate) 
 
 
 @pytest.mark.parametrize(("ttl_s", "least", "most"), [(86.4, 80_000, 86_400), (None, -1, -1)])
-async def test_records_expire_after_the_given_time_or_never(
-    server: Server, arena: Arena, ttl_s: float | None, least: int, most: int
-) -> None:
+async def test_records_expire_after_the_given_time_or_never(server, arena, ttl_s, least, most):
     settings = config(server.url, ttl_s=ttl_s)
     async with ValkeyTier(settings) as tier:
         await put(tier, arena, 1)
@@ -132,9 +118,7 @@ async def test_records_expire_after_the_given_time_or_never(
     assert least <= left <= most
 
 
-async def test_a_value_longer_than_any_record_is_a_miss_and_removed(
-    server: Server, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_value_longer_than_any_record_is_a_miss_and_removed(server, arena, allocate):
     settings = config(server.url)
     name = settings.key_prefix + key_of(1).hex()
     tier = ValkeyTier(settings)
@@ -150,7 +134,7 @@ async def test_a_value_longer_than_any_record_is_a_miss_and_removed(
         assert await get(tier, allocate, 1) == ["hit"]
 
 
-async def test_keys_of_others_are_neither_listed_nor_removed(server: Server, arena: Arena) -> None:
+async def test_keys_of_others_are_neither_listed_nor_removed(server, arena):
     settings = config(server.url, key_prefix="a[b]*?\\:")
     others = ["a[b]*?\\:x", "ab:" + "0" * 32, "a[b]*?\\:" + "0" * 33, "a[b]*?\\:" + "G" * 32]
     async with ValkeyTier(settings) as tier:
@@ -162,9 +146,7 @@ async def test_keys_of_others_are_neither_listed_nor_removed(server: Server, are
         assert server.ask("EXISTS", *others) == 4
 
 
-async def test_tls_with_certificates_of_both_ends(
-    server: Server, arena: Arena, allocate: Allocate, tmp_path: Path
-) -> None:
+async def test_tls_with_certificates_of_both_ends(server, arena, allocate, tmp_path):
     authority = Authority(tmp_path)
     async with Proxy(server.port, tls=authority.server_context(require_client=True)) as proxy:
         url = f"rediss://127.0.0.1:{proxy.port}"
@@ -181,7 +163,7 @@ async def test_tls_with_certificates_of_both_ends(
                 await tier.contains(key_of(1))
 
 
-async def test_a_certificate_of_another_authority_is_rejected(server: Server, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_rejected(server, tmp_path):
     authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
     async with Proxy(server.port, tls=authority.server_context()) as proxy:
         tier = ValkeyTier(config(f"valkeys://127.0.0.1:{proxy.port}", tls_ca_file=other.file))
@@ -191,7 +173,7 @@ async def test_a_certificate_of_another_authority_is_rejected(server: Server, tm
         assert not caught.value.retryable
 
 
-async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena: Arena) -> None:
+async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena):
     with running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
         node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
         async with ValkeyTier(config(node.tcp_url)) as tier:
@@ -199,7 +181,7 @@ async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena: Arena) -> None
                 await tier.contains(key_of(1))
 
 
-async def test_too_many_clients_are_refused_as_unavailable(server: Server) -> None:
+async def test_too_many_clients_are_refused_as_unavailable(server):
     with running("--maxclients", "1") as small:
         async with ValkeyTier(config(small.url)) as tier:
             assert not await tier.contains(key_of(1))

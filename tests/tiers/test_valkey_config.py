@@ -1,9 +1,6 @@
 """Options of the valkey tier: accepted spellings, reasons of refusals, and redaction of secrets."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +32,7 @@ from lmcache_async.testing.rig import Rig
         ("redis-sentinel://a,b:2", [Endpoint("a", 26379), Endpoint("b", 2)], "", 0),
     ],
 )
-def test_urls_are_parsed(url: str, endpoints: list[Endpoint], username: str, database: int) -> None:
+def test_urls_are_parsed(url, endpoints, username, database):
     address = parse_url(url)
 
     assert (list(address.endpoints), address.username, address.database) == (endpoints, username, database)
@@ -65,7 +62,7 @@ def test_urls_are_parsed(url: str, endpoints: list[Endpoint], username: str, dat
         ),
     ],
 )
-def test_wrong_options_are_reported_with_the_reason(options: dict[str, object], told: str) -> None:
+def test_wrong_options_are_reported_with_the_reason(options, told):
     with pytest.raises(ConfigError) as caught:
         validate_options(ValkeyConfig, options, "tiers[1]")
 
@@ -74,7 +71,7 @@ def test_wrong_options_are_reported_with_the_reason(options: dict[str, object], 
     assert "ge/he@im" not in str(caught.value)
 
 
-def test_missing_options_follow_from_the_url() -> None:
+def test_missing_options_follow_from_the_url():
     sentinel = ValkeyConfig(url="redis-sentinel://a", tls=True)
     single = ValkeyConfig.model_validate({"url": "rediss://a", "tls": "none", "ttl_s": "86400"})
 
@@ -82,7 +79,7 @@ def test_missing_options_follow_from_the_url() -> None:
     assert (single.effective_mode, single.encrypted, single.ttl_s) == ("single", True, 86400)
 
 
-def test_a_password_that_others_may_read_stops_the_start(tmp_path: Path) -> None:
+def test_a_password_that_others_may_read_stops_the_start(tmp_path):
     file = tmp_path / "open"
     file.write_text("geheim")
     file.chmod(0o644)
@@ -92,13 +89,13 @@ def test_a_password_that_others_may_read_stops_the_start(tmp_path: Path) -> None
     assert "geheim" not in str(caught.value)
 
 
-def test_a_user_of_the_sentinels_without_a_password_stops_the_start() -> None:
+def test_a_user_of_the_sentinels_without_a_password_stops_the_start():
     with pytest.raises(ConfigError, match="set sentinel_password_file"):
         ValkeyTier(ValkeyConfig(url="valkey://a", sentinel_username="kv"))
 
 
 @pytest.mark.parametrize("name", ["valkey", "redis"])
-def test_both_names_lead_to_the_tier(name: str) -> None:
+def test_both_names_lead_to_the_tier(name):
     rig = Rig()
     config = load_config(env={}, extra={"tiers": ["cpu", {"name": name, "url": "redis://host"}]})
 
@@ -110,18 +107,18 @@ def test_both_names_lead_to_the_tier(name: str) -> None:
 @pytest.mark.parametrize(
     "url", ["redis://host:6379", "rediss://host", "unix:///run/s", "redis-sentinel://a,b"]
 )
-def test_lmcaches_remote_urls_are_understood(url: str) -> None:
+def test_lmcaches_remote_urls_are_understood(url):
     config = load_config(env={"LMCACHE_REMOTE_URL": url})
 
     options = config.tiers[-1].options
     assert validate_options(ValkeyConfig, options, "test").url == url
 
 
-def test_slots_are_those_of_the_server() -> None:
+def test_slots_are_those_of_the_server():
     assert [slot_of(name) for name in (b"123456789", b"", b"foo")] == [0x31C3, 0, 12182]
 
 
-def test_slots_and_redirects_are_read() -> None:
+def test_slots_and_redirects_are_read():
     asked = Endpoint("seed", 1)
     table = parse_slots([[0, 1, [b"a", 5, b"id"]], [2, 16383, [b"", 6, b"id"], [b"r", 7, b"id"]]], asked)
 
@@ -137,12 +134,12 @@ def test_slots_and_redirects_are_read() -> None:
 @pytest.mark.parametrize(
     "reply", [None, 3, [[0, 1]], [[0, 16384, [b"a", 5]]], [[5, 4, [b"a", 5]]], [[0, 1, [b"a", b"5"]]], [b"x"]]
 )
-def test_an_invalid_list_of_slots_is_refused(reply: object) -> None:
+def test_an_invalid_list_of_slots_is_refused(reply):
     with pytest.raises(ValueError, match="expected first slot, last slot"):
         parse_slots(reply, Endpoint("a", 1))
 
 
-def test_a_refusal_names_place_problem_and_remedy() -> None:
+def test_a_refusal_names_place_problem_and_remedy():
     error = refusal("valkey at h:1", ErrorReply("OOM", "OOM command not allowed"))
 
     assert str(error).startswith("valkey at h:1 answered 'OOM command not allowed'; raise its maxmemory")

@@ -7,7 +7,6 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -30,12 +29,11 @@ from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
-from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
 from tests.support.outcomes import get, put, until_hit
 from tests.support.processes import free_port, hanging, wait_until
 from tests.support.traffic import Traffic
-from tests.support.valkey_servers import Server, ServerCluster, running, running_cluster
+from tests.support.valkey_servers import Server, running, running_cluster
 from tests.tiers.valkey_tools import config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}
@@ -44,20 +42,18 @@ SLACK_S = 20.0
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     with running() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ServerCluster]:
+def cluster():
     with running_cluster() as cluster:
         yield cluster
 
 
-async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(
-    server: Server, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(server, arena, allocate):
     async with ValkeyTier(config(server.tcp_url)) as tier:
         traffic = Traffic(tier.put_many, tier.get_many, arena, allocate)
         async with traffic.running():
@@ -81,9 +77,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-async def test_a_server_that_hangs_is_given_up_at_the_deadline(
-    server: Server, arena: Arena, allocate: Allocate, verb: str
-) -> None:
+async def test_a_server_that_hangs_is_given_up_at_the_deadline(server, arena, allocate, verb):
     async with ValkeyTier(config(server.url, **SHORT)) as tier:
         await until_hit(tier, arena, allocate)  # in time at last, also on a busy machine
         with record(arena, 1) as buffer, hanging(server.signal):
@@ -94,7 +88,7 @@ async def test_a_server_that_hangs_is_given_up_at_the_deadline(
         await until_hit(tier, arena, allocate, 2)  # the abandoned command may still remove the other one
 
 
-async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(server: Server) -> None:
+async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(server):
     arena = Arena(48 << 20, 16 << 20, huge_pages=False, prefault=False)
     buffer = arena.lease_nowait(16 << 20)
     assert buffer is not None
@@ -109,9 +103,7 @@ async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(serve
     arena.close()
 
 
-async def test_a_tier_opens_without_its_server_and_finds_it_later(
-    server: Server, arena: Arena, allocate: Allocate, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_tier_opens_without_its_server_and_finds_it_later(server, arena, allocate, caplog):
     server.kill()
     async with ValkeyTier(config(server.tcp_url)) as tier:
         with pytest.raises(TierUnavailableError, match=f"127.0.0.1:{server.port}: cannot connect: .*url"):
@@ -123,9 +115,7 @@ async def test_a_tier_opens_without_its_server_and_finds_it_later(
 
 
 @pytest.mark.one_loop
-async def test_a_cluster_serves_on_without_one_of_its_nodes(
-    cluster: ServerCluster, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_cluster_serves_on_without_one_of_its_nodes(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     homes = of_each(settings, 3)
     lost, first, second = homes
@@ -156,9 +146,7 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(
 
 
 @pytest.mark.one_loop
-async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_back(
-    cluster: ServerCluster, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_back(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     numbers = [number for [number] in of_each(settings, 1)]
     async with ValkeyTier(settings) as tier:
@@ -181,9 +169,7 @@ async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
 
 
 @pytest.mark.one_loop
-async def test_a_node_that_hangs_holds_the_others_up_once(
-    cluster: ServerCluster, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_node_that_hangs_holds_the_others_up_once(cluster, arena, allocate):
     # A healthy node answers within this deadline, also on a busy machine; otherwise it would be avoided too.
     settings = config(cluster.url, mode="cluster", lookup_timeout_s=3, transfer_timeout_s=3, node_pause_s=600)
     (stuck,), (first,), (second,) = of_each(settings, 1)
@@ -201,9 +187,7 @@ async def test_a_node_that_hangs_holds_the_others_up_once(
 
 
 @pytest.mark.one_loop
-async def test_a_slot_that_moves_is_followed(
-    cluster: ServerCluster, arena: Arena, allocate: Allocate
-) -> None:
+async def test_a_slot_that_moves_is_followed(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster")
     [[number, other], _, _] = of_each(settings, 2)
     source, target = cluster.servers[:2]
@@ -229,7 +213,7 @@ async def test_a_slot_that_moves_is_followed(
             server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
 
 
-async def test_a_cluster_without_any_node_is_an_error_in_time(arena: Arena, allocate: Allocate) -> None:
+async def test_a_cluster_without_any_node_is_an_error_in_time(arena, allocate):
     settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
     async with ValkeyTier(settings) as tier:
         with pytest.raises(TierUnavailableError, match="no node sends the slots"):
@@ -239,7 +223,7 @@ async def test_a_cluster_without_any_node_is_an_error_in_time(arena: Arena, allo
 
 
 @pytest.mark.one_loop
-async def test_a_new_master_is_found_by_sentinel(server: Server, arena: Arena, allocate: Allocate) -> None:
+async def test_a_new_master_is_found_by_sentinel(server, arena, allocate):
     quick = ("--repl-diskless-sync-delay", "0")
     watched = (
         f"sentinel monitor kv 127.0.0.1 {server.port} 1\n"
@@ -267,9 +251,7 @@ def _knows_replica(sentinel: Server) -> bool:
     return isinstance(replicas, list) and len(replicas) == 1
 
 
-async def test_the_rest_of_a_batch_is_sent_to_the_new_master(
-    server: Server, arena: Arena, allocate: Allocate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allocate, monkeypatch):
     class FailingOver(SingleServer):
         failed = False
 
@@ -296,7 +278,7 @@ async def test_the_rest_of_a_batch_is_sent_to_the_new_master(
         assert puts[1:] == [None, None]
 
 
-async def test_a_master_unknown_to_the_sentinels_is_reported(server: Server) -> None:
+async def test_a_master_unknown_to_the_sentinels_is_reported(server):
     with running("--sentinel", config=f"sentinel monitor kv 127.0.0.1 {server.port} 1\n") as sentinel:
         settings = config(f"valkey-sentinel://127.0.0.1:{sentinel.port}", sentinel_service="other")
         async with ValkeyTier(settings) as tier:
@@ -307,9 +289,7 @@ async def test_a_master_unknown_to_the_sentinels_is_reported(server: Server) -> 
 
 
 @pytest.mark.one_loop
-async def test_hanging_sentinels_delay_many_callers_no_longer_than_one(
-    server: Server, arena: Arena, allocate: Allocate
-) -> None:
+async def test_hanging_sentinels_delay_many_callers_no_longer_than_one(server, arena, allocate):
     watched = f"sentinel monitor kv 127.0.0.1 {server.port} 1\n"
     with running("--sentinel", config=watched) as stuck, running("--sentinel", config=watched) as sentinel:
         stuck.signal(signal.SIGSTOP)
@@ -325,7 +305,7 @@ async def test_hanging_sentinels_delay_many_callers_no_longer_than_one(
             assert time.monotonic() - start < 0.6 + SLACK_S
 
 
-async def test_closing_ends_a_call_that_is_connecting() -> None:
+async def test_closing_ends_a_call_that_is_connecting():
     with socket.socket() as deaf:  # accepts connections and sends nothing
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
@@ -343,9 +323,7 @@ async def allocate_nothing(nbytes: int) -> Buffer:
     raise BudgetExceededError(f"no {nbytes} bytes for this test")
 
 
-async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_itself(
-    server: Server,
-) -> None:
+async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_itself(server):
     class Moved(Node):
         async def call(self, message: bytes, count: int) -> list[Reply]:
             self._on_failure()
@@ -365,7 +343,7 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
         await ask_each(topology, b"EXISTS", names)
 
 
-async def test_a_record_waits_for_a_free_connection_until_the_deadline(server: Server) -> None:
+async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
     settings = config(server.tcp_url, connections=1, transfer_timeout_s=0.05)
     node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
     async with node.connection():

@@ -90,7 +90,7 @@ def feed(
     asked=EXPECTED,
     sizes=st.lists(st.integers(1, 7) | st.integers(1, 2 * SMALL_BYTES), min_size=1, max_size=20),
 )
-def test_replies_in_any_pieces_reach_their_callers(asked: list[tuple[str, object]], sizes: list[int]) -> None:
+def test_replies_in_any_pieces_reach_their_callers(asked, sizes):
     async def run() -> None:
         reader = Reader()
         waiting: list[Replies] = []
@@ -128,9 +128,7 @@ def test_replies_in_any_pieces_reach_their_callers(asked: list[tuple[str, object
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5),
     records=st.booleans(),
 )
-def test_any_bytes_are_answers_or_a_protocol_error(
-    noise: bytes, damage: list[tuple[int, int]], sizes: list[int], records: bool
-) -> None:
+def test_any_bytes_are_answers_or_a_protocol_error(noise, damage, sizes, records):
     async def run() -> None:
         data = bytearray(noise)
         for place, value in damage:
@@ -160,17 +158,17 @@ def test_any_bytes_are_answers_or_a_protocol_error(
         ),
     ],
 )
-def test_invalid_replies_are_refused(data: bytes) -> None:
+def test_invalid_replies_are_refused(data):
     with pytest.raises(ProtocolError):
         parse_reply(bytearray(data), 0, len(data))
 
 
-async def test_unsolicited_replies_are_refused_with_their_text() -> None:
+async def test_unsolicited_replies_are_refused_with_their_text():
     with pytest.raises(ProtocolError, match="max number of clients"):
         feed(Reader(), b"-ERR max number of clients reached\r\n", [100])
 
 
-async def test_a_record_that_does_not_end_where_it_should_is_refused() -> None:
+async def test_a_record_that_does_not_end_where_it_should_is_refused():
     reader = Reader()
     header = Replies(record=True)
     reader.expect(header)
@@ -178,7 +176,7 @@ async def test_a_record_that_does_not_end_where_it_should_is_refused() -> None:
         feed(reader, b"$3\r\nabcd\r\n", [100], [header])
 
 
-async def test_a_long_list_is_read_without_reading_it_again_for_every_byte() -> None:
+async def test_a_long_list_is_read_without_reading_it_again_for_every_byte():
     reader = Reader()
     replies = Replies()
     reader.expect(replies)
@@ -187,7 +185,7 @@ async def test_a_long_list_is_read_without_reading_it_again_for_every_byte() -> 
     assert replies.done.result() == [names]
 
 
-def test_commands_are_lists_of_strings() -> None:
+def test_commands_are_lists_of_strings():
     assert encode(b"GET", b"k") == b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n"
     assert encode_each(b"GET", [b"k", b"ab"]) == encode(b"GET", b"k") + encode(b"GET", b"ab")
     head, tail = encode_around((b"SET", b"k"), 3, (b"PX", b"5"))

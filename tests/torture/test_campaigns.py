@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,13 @@ class SharedWriters(kill.Writers):
 
 
 @pytest.fixture(scope="module")
-def writers() -> Iterator[kill.Writers]:
+def writers():
     shared = SharedWriters()
     yield shared
     kill.Writers.close(shared)
 
 
-def test_kills_leave_what_was_stored(monkeypatch: pytest.MonkeyPatch, writers: kill.Writers) -> None:
+def test_kills_leave_what_was_stored(monkeypatch, writers):
     monkeypatch.setattr(kill, "Writers", lambda: writers)
 
     outcome = kill.run(kills=4, seconds=0, seed=3)
@@ -59,13 +58,7 @@ def change(path: Path) -> None:
     ("harm", "expected"),
     [(Path.unlink, "are missing"), (change, "not served")],
 )
-def test_lost_and_changed_records_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    writers: kill.Writers,
-    harm: Callable[[Path], None],
-    expected: str,
-) -> None:
+def test_lost_and_changed_records_are_reported(monkeypatch, tmp_path, writers, harm, expected):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a directory with a problem is kept
     monkeypatch.setattr(kill, "Writers", lambda: writers)
     live = writers.run
@@ -83,7 +76,7 @@ def test_lost_and_changed_records_are_reported(
     assert any(expected in problem for problem in outcome.problems)
 
 
-def test_damage_is_never_served() -> None:
+def test_damage_is_never_served():
     outcome = flips.run(damages=60, seconds=0, seed=3)
 
     assert outcome.problems == []
@@ -91,7 +84,7 @@ def test_damage_is_never_served() -> None:
     assert outcome.counts["misses"] > 40
 
 
-def test_served_damage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_damage_is_reported(monkeypatch):
     monkeypatch.setattr(VerifyStage, "_needs_checksum", lambda *_: False)
 
     outcome = flips.run(damages=60, seconds=0, seed=3)
@@ -99,7 +92,7 @@ def test_served_damage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("wrong slots" in problem for problem in outcome.problems)
 
 
-def test_churn_leaves_nothing() -> None:
+def test_churn_leaves_nothing():
     outcome = churn.run(operations=100, seconds=10, seed=3)
 
     assert outcome.problems == []
@@ -107,7 +100,7 @@ def test_churn_leaves_nothing() -> None:
     assert outcome.counts["chunks stored"] > 0
 
 
-def test_a_lost_lease_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_lease_is_reported(monkeypatch):
     calls = iter(range(1 << 30))
     release = Buffer.release
 
@@ -132,7 +125,7 @@ def test_a_lost_lease_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["nothing", "rss", "descriptors", "threads"],
 )
-def test_growth_is_reported(grows: dict[str, int], expected: list[str]) -> None:
+def test_growth_is_reported(grows, expected):
     first = Sample(operations=0, rss=1 << 28, descriptors=16, threads=9)
     samples = [
         replace(
@@ -147,7 +140,7 @@ def test_growth_is_reported(grows: dict[str, int], expected: list[str]) -> None:
     assert [problem.split()[0] for problem in outcome.problems] == expected
 
 
-def test_simulated_operations_keep_every_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_operations_keep_every_promise(monkeypatch):
     monkeypatch.setattr(simulate, "STEPS", 200)
 
     outcome = simulate.run(operations=1, seconds=0, seed=3)
@@ -156,7 +149,7 @@ def test_simulated_operations_keep_every_promise(monkeypatch: pytest.MonkeyPatch
     assert outcome.counts["operations"] >= simulate.STEPS
 
 
-def test_a_violation_is_reported_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_violation_is_reported_with_the_command_that_replays_it(monkeypatch):
     def violated(seed: int, **options: Any) -> SimulationReport:
         return replace(run_simulation(seed, **options | {"steps": 1}), violation="a wrong byte")
 
@@ -177,9 +170,7 @@ def test_a_violation_is_reported_with_the_command_that_replays_it(monkeypatch: p
         ("", "there are no tests"),
     ],
 )
-def test_fuzzing_shares_its_time_and_reports_failures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, test: str, problem: str
-) -> None:
+def test_fuzzing_shares_its_time_and_reports_failures(monkeypatch, tmp_path, test, problem):
     (tmp_path / "tests" / "fuzz").mkdir(parents=True)
     (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
@@ -194,7 +185,7 @@ def test_fuzzing_shares_its_time_and_reports_failures(
     assert problem in "".join(outcome.problems)
 
 
-def test_a_trend_is_the_line_and_the_difference_of_quarters() -> None:
+def test_a_trend_is_the_line_and_the_difference_of_quarters():
     flat = trend(range(16), [5.0] * 16)
     rising = trend(range(0, 1600, 100), [float(i) for i in range(16)])
 
@@ -205,7 +196,7 @@ def test_a_trend_is_the_line_and_the_difference_of_quarters() -> None:
         trend(range(7), [1.0] * 7)
 
 
-def test_only_the_first_problems_are_kept() -> None:
+def test_only_the_first_problems_are_kept():
     outcome = Outcome("x")
     for number in range(MAX_PROBLEMS + 5):
         outcome.problem(f"{number}")
@@ -214,7 +205,7 @@ def test_only_the_first_problems_are_kept() -> None:
     assert len(outcome.problems) == MAX_PROBLEMS
 
 
-def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path: Path) -> None:
+def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path):
     path = tmp_path / "build" / "figures.json"
     arguments = ["flips", "--damages", "5", "--seed", "1", "--json", str(path)]
     program = f"""
@@ -235,7 +226,7 @@ runpy.run_module("tools.torture", run_name="__main__")
     assert figures["results"][0]["counts"]["damages"] == 5
 
 
-def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch):
     def broken(**_: Any) -> Outcome:
         raise FileNotFoundError("no such record")
 
@@ -247,9 +238,7 @@ def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert "FileNotFoundError: no such record" in outcome.problems[0]
 
 
-def test_an_unknown_campaign_is_refused_with_the_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_campaign_is_refused_with_the_names(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tools.torture", "flip"])
 
     with pytest.raises(SystemExit) as ended:

@@ -30,7 +30,7 @@ class FakeEngines:
 
 
 @pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def modes(monkeypatch):
     """Replace all modes by one that compares three answers."""
 
     def three_answers(campaign: Any, outcome: Any) -> None:
@@ -43,9 +43,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_the_table_has_a_row_for_each_family(
-    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_row_for_each_family(modes, tmp_path, capsys):
     status = main.main(["--folder", str(tmp_path), "--only", "llama", "--only", "qwen3-next"])
 
     header, _, llama, states = capsys.readouterr().out.splitlines()
@@ -58,9 +56,7 @@ def test_the_table_has_a_row_for_each_family(
     assert set(json.loads((tmp_path / "models.json").read_text())["results"]) == {"llama", "qwen3-next"}
 
 
-def test_a_problem_makes_the_exit_status_1(
-    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_makes_the_exit_status_1(modes, tmp_path, capsys):
     modes["preemption"] = lambda campaign, outcome: outcome.problem("a wrong answer")
     modes["two ranks"] = lambda campaign, outcome: 1 / 0
 
@@ -71,9 +67,7 @@ def test_a_problem_makes_the_exit_status_1(
     assert row.count("1 problem") == 2
 
 
-def test_a_family_that_plain_vllm_does_not_run_is_no_problem(
-    modes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_that_plain_vllm_does_not_run_is_no_problem(modes, tmp_path, capsys):
     def does_not_run(campaign: Any, outcome: Any) -> None:
         raise DoesNotRunError("no kernel")
 
@@ -83,13 +77,13 @@ def test_a_family_that_plain_vllm_does_not_run_is_no_problem(
     assert "not in plain vLLM: no kernel" in capsys.readouterr().out
 
 
-def test_unknown_families_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_families_are_refused(capsys):
     with pytest.raises(SystemExit):
         main.main(["--only", "llama-9"])
     assert "llama-9" in capsys.readouterr().err
 
 
-def test_families_are_listed_with_their_modes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_families_are_listed_with_their_modes(capsys):
     assert main.main(["--list"]) == 0
 
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -99,7 +93,7 @@ def test_families_are_listed_with_their_modes(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_end_around_the_boundaries(name: str) -> None:
+def test_prompts_end_around_the_boundaries(name):
     family = FAMILIES[name]
     found = lengths(family)
 

@@ -10,7 +10,7 @@ from tools.mutants.mutations import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_fits_the_source_exactly_once(mutation: Mutation) -> None:
+def test_a_mutation_fits_the_source_exactly_once(mutation):
     source = (ROOT / mutation.path).read_text(encoding="utf-8")
 
     assert mutated(mutation, source) != source
@@ -24,7 +24,7 @@ def is_there(test: str) -> bool:
     return file.is_file() and (not name or f"def {name}(" in file.read_text(encoding="utf-8"))
 
 
-def test_names_are_unique() -> None:
+def test_names_are_unique():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
@@ -36,7 +36,7 @@ def test_names_are_unique() -> None:
         ("x = 1\n", "if", "would not be valid Python"),
     ],
 )
-def test_a_mutation_that_does_not_fit_says_what_to_do(source: str, new: str, message: str) -> None:
+def test_a_mutation_that_does_not_fit_says_what_to_do(source, new, message):
     with pytest.raises(MutationError, match=message):
         mutated(Mutation("a name", "a/path.py", "x = 1", new, ()), source)
 
@@ -54,5 +54,5 @@ def test_a_mutation_that_does_not_fit_says_what_to_do(source: str, new: str, mes
         (5, "no tests ran", False),
     ],
 )
-def test_only_a_failing_test_counts_as_notice(status: int, output: str, noticed: bool) -> None:
+def test_only_a_failing_test_counts_as_notice(status, output, noticed):
     assert verdict(status, output)[0] is noticed
