@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_async.device.stream import DeviceEvent
 from lmcache_async.types import BlockIds
 
 if TYPE_CHECKING:
@@ -18,6 +17,13 @@ if TYPE_CHECKING:
 
 Payload: TypeAlias = npt.NDArray[np.uint8]
 """Payload of a chunk, `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""
+
+
+class DeviceEvent(Protocol):
+    """Event in a stream of a device."""
+
+    def synchronize(self) -> None:
+        """Block this thread until the device has reached the event. Raises the error of the device."""
 
 
 Fence: TypeAlias = DeviceEvent

@@ -42,12 +42,8 @@ def copy_threads(threads: int) -> WorkerPool:
 class CpuCopier:
     """Copier with a pool of threads. The GIL is released during copies.
 
-    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn.
-
-    Args:
-        layout: Layout of the paged KV cache.
-        threads: Number of copy threads.
-        pool: The copy threads, if other copiers use them too; the first `close` ends them.
+    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn. If other
+    copiers use the `pool` too, the first `close` ends it.
     """
 
     def __init__(self, layout: KVLayout, *, threads: int = 2, pool: WorkerPool | None = None) -> None:

@@ -11,23 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import queue
+import threading
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, Payload, check_jobs
+from lmcache_async.device.copier import CheckedJob, CopyJob, DeviceEvent, Fence, Payload, check_jobs
 from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
-from lmcache_async.device.stream import DeviceEvent, Lane, LaneStatistics
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread
 from lmcache_async.memory.threads import run_shielded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.progress import LoadProgress
@@ -39,10 +41,111 @@ MAX_ENTRIES = 1 << 17
 """Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
 
 
+PartT = TypeVar("PartT")
+Prepared: TypeAlias = AbstractContextManager[Any]
+_Watched: TypeAlias = "tuple[DeviceEvent, asyncio.AbstractEventLoop, Callable[[Exception | None], None]]"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStatistics:
+    """Parts of a lane, those that are not acquired, and the callers that wait or had to wait for one."""
+
+    parts: int
+    free: int
+    waiting: int
+    waited: int
+
+
+class Lane(Generic[PartT]):
+    """Parts of one direction, and a thread that waits for their events. Used on the thread of one event loop.
+
+    Events are awaited in the order of the calls of `watch`. An event that is reached early resolves its
+    future only after the events before it.
+
+    Args:
+        name: Name of the thread.
+        parts: The parts, lent to one caller each.
+        prepare: Context in which the thread waits.
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[PartT], prepare: Callable[[], Prepared] = contextlib.nullcontext
+    ) -> None:
+        self.closed = False
+        self._size = len(parts)
+        self._free = deque(parts)
+        self._turns = asyncio.Semaphore(len(parts))
+        self._waiting = self._waited = 0
+        self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, args=(prepare,), name=name, daemon=True)
+        self._thread.start()
+
+    async def acquire(self) -> PartT:
+        """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
+        self._waiting += 1
+        self._waited += self._turns.locked()
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        return self._free.popleft()
+
+    def release(self, part: PartT) -> None:
+        self._free.append(part)
+        self._turns.release()
+
+    def watch(self, part: PartT, event: DeviceEvent) -> asyncio.Future[None]:
+        """Release the part when the device has reached `event` or failed. The future is resolved then.
+
+        Raises:
+            EngineClosedError: The lane is closed.
+        """
+        if self.closed:
+            raise EngineClosedError("the copier is closed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            self.release(part)
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        self._watched.put((event, loop, settle))
+        return future
+
+    def statistics(self) -> LaneStatistics:
+        return LaneStatistics(self._size, len(self._free), self._waiting, self._waited)
+
+    def close(self) -> None:
+        """Wait for all watched events, then end the thread. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._watched.put(None)
+            self._thread.join()
+
+    def _wait(self, prepare: Callable[[], Prepared]) -> None:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(Exception):  # the events then report what is wrong
+                stack.enter_context(prepare())
+            while (watched := self._watched.get()) is not None:
+                event, loop, settle = watched
+                error: Exception | None = None
+                try:
+                    event.synchronize()
+                except Exception as failure:  # noqa: BLE001  set on the future
+                    error = failure
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(settle, error)
+
+
 class Streams(Protocol):
     """CUDA operations of the copier, replaced by a fake in tests without a GPU. `stream` is opaque."""
 
-    def thread(self) -> AbstractContextManager[Any]:
+    def thread(self) -> Prepared:
         """Prepare the calling thread in the block, in which it only waits for events of the device."""
 
     def open(self, priority: int) -> Any:
@@ -70,7 +173,7 @@ class TorchStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def thread(self) -> AbstractContextManager[Any]:
+    def thread(self) -> Prepared:
         return cuda_thread(self._device.index)
 
     def open(self, priority: int) -> torch.cuda.Stream:
@@ -103,19 +206,12 @@ class TorchStreams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Resources of one part in flight.
-
-    Attributes:
-        stream: Side stream of the part.
-        staging: uint8 of one dimension on the device.
-        table: Row positions on the device; int64 of one dimension.
-        host_table: The same in pinned host memory.
-    """
+    """Side stream and memory of one part in flight. The tables hold row positions, as int64."""
 
     stream: Any
     staging: torch.Tensor
     table: torch.Tensor
-    host_table: torch.Tensor
+    host_table: torch.Tensor  # pinned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,12 +219,6 @@ class Lanes:
     """Streams and staging memory of one or several copiers on a device.
 
     Stores and loads use separate lanes and never wait for each other.
-
-    Attributes:
-        streams: CUDA operations.
-        store: Lane of stores.
-        load: Lane of loads.
-        part_bytes: Bytes of a part's staging memory.
     """
 
     streams: Streams
@@ -140,12 +230,8 @@ class Lanes:
 class CudaCopier:
     """Copies through staging memory on side streams. See `open_cuda_copiers`.
 
-    Payloads should be in pinned memory. Copies of pageable memory are correct, but block the event loop.
-
-    Args:
-        layout: Layout of the paged KV cache.
-        mover: Copies rows on the device.
-        lanes: Streams and staging memory. If other copiers use them too, the first `close` ends them.
+    Payloads should be in pinned memory. Copies of pageable memory are correct, but block the event loop. The first
+    `close` of several copiers with common lanes ends all of them.
     """
 
     def __init__(self, layout: KVLayout, mover: Mover, lanes: Lanes) -> None:

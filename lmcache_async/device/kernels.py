@@ -64,9 +64,6 @@ def launch(
             the cache (-1 to skip), their offsets in staging and their lengths, both in words.
         staging: One-dimensional tensor of words.
         row_words: Words of a row; of the longest row if not `uniform`.
-        uniform: All rows have `row_words` words and are consecutive in staging.
-        alignment: Common divisor of all row addresses and staging offsets, in bytes; at most 16.
-        to_staging: Copy from the cache to staging; else from staging to the cache.
     """
     block = min(triton.next_power_of_2(row_words), BLOCK_WORDS)
     _move_rows[num_entries, triton.cdiv(row_words, block)](

@@ -28,40 +28,24 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Rows that one device operation copies.
+    """Entries of the table that one device operation copies."""
 
-    Attributes:
-        group: Index of the mover's group of planes; 0 if the mover has no groups.
-        start: Index of the first entry in the table.
-        stop: Index of the last entry, exclusive.
-        place: Byte offset of the first row in staging.
-    """
-
-    group: int
+    group: int  # of planes; 0 if the mover has no groups
     start: int
     stop: int
-    place: int
+    place: int  # byte offset of the first row in staging
 
 
 class Mover(Protocol):
-    """Copies the rows of a part of a batch. All work is submitted to the current stream, without waiting.
-
-    Attributes:
-        columns: Numbers per entry in the table.
-    """
+    """Copies the rows of a part of a batch. All work is submitted to the current stream, without waiting."""
 
     columns: int
+    """Numbers per entry in the table."""
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
-        """Write the positions of the rows to `table`. The payload pieces are consecutive in staging.
+        """Write the positions of the rows to `table` and return the device operations of the part.
 
-        Args:
-            table: int64 of one dimension in host memory, with at least `columns` numbers for each entry.
-            jobs: Jobs of the batch.
-            part: Pieces of the part.
-
-        Returns:
-            The device operations of the part.
+        The payload pieces are consecutive in staging.
         """
 
     def move(

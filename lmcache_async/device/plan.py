@@ -28,20 +28,12 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of one job.
-
-    Attributes:
-        job: Index of the job in the batch.
-        start: First entry.
-        stop: Last entry, exclusive.
-        offset: Bytes before the piece in the payload of the job.
-        nbytes: Payload bytes of the piece.
-    """
+    """Entries of one job, consecutive in its payload."""
 
     job: int
     start: int
     stop: int
-    offset: int
+    offset: int  # bytes before the piece in the payload
     nbytes: int
 
 
@@ -52,15 +44,11 @@ class PlaneTable:
         planes: Planes in payload order.
         origins: Byte offset of position 0, one for all planes or one for each plane.
         unit: Bytes of one position. It must divide all strides, and all bases minus their origins.
-
-    Attributes:
-        row_bytes: Bytes of a row of each plane; int64 of shape (num_planes,).
-        starts: Bytes of a row before each plane, and of all planes; int64 of shape (num_planes + 1,).
     """
 
     def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0, unit: int = 1) -> None:
         self.row_bytes = np.array([plane.row_bytes for plane in planes], np.int64)
-        self.starts = np.concatenate(([0], np.cumsum(self.row_bytes)))
+        self.starts = np.concatenate(([0], np.cumsum(self.row_bytes)))  # bytes of a row before each plane
         bases = np.array([plane.base for plane in planes], np.int64) - np.asarray(origins, np.int64)
         self._bases = bases // unit
         self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64) // unit
@@ -142,11 +130,7 @@ def cut(
     """Cut a batch into parts of at most `max_bytes` and `max_entries`, in the order of the jobs.
 
     Each part is filled before the next one begins. An entry is never split: one that exceeds `max_bytes` is a
-    part by itself.
-
-    Args:
-        num_rows: Rows of each job.
-        planes: First plane and last plane (exclusive); None for all planes.
+    part by itself. Only `planes` (first, last exclusive) are cut, if given.
     """
     parts: list[list[Piece]] = []
     room, entries = 0, 0

@@ -54,7 +54,6 @@ class Plane:
     Attributes:
         storage: Index into `KVLayout.storages`.
         base: Bytes from the start of the storage to row 0.
-        row_bytes: Bytes of one row.
         rows: Start offsets of the rows from `base`.
     """
 
@@ -82,11 +81,6 @@ class TensorRows:
     """Tensor as rows of maximal contiguous pieces.
 
     Attributes:
-        name: Name of the layer; "" if it has none.
-        dtype: Name of the element type, without `torch.`.
-        storage: Index of the storage.
-        base: Bytes from the start of the storage to row 0.
-        rows: Start offsets of the rows.
         content: Axes within one row, in the order of the tensor.
         inner: Axes inside a piece, innermost first.
         outer: Axes across pieces, outermost first.
@@ -119,14 +113,11 @@ class TensorRows:
         by_token: bool = False,
         whole: str = "",
     ) -> TensorRows:
-        """Describe a tensor.
+        """Describe the tensor of the layer `name`.
 
         Args:
-            name: Name of the layer, for error messages.
-            tensor: The tensor.
             axes: A letter for each dimension. `B` is the block, `N` the token in its block. All other letters
                 are content, and so is `N` unless `by_token`.
-            storage: Index of the storage.
             num_blocks: Blocks of the cache, if dimension `B` may count several kernel blocks per block.
             by_token: A row is a token slot; else a block.
             whole: Axis that no piece extends beyond; "" for no limit.

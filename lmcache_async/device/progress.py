@@ -21,13 +21,7 @@ class LoadProgress:
     Planes are counted in payload order. A copy that has begun is always awaited to its end, because it writes
     to device memory. A copy that has not begun at the deadline is abandoned and must not begin.
 
-    Create it on the thread that will wait.
-
-    Args:
-        num_planes: Number of planes of the layout.
-
-    Attributes:
-        core: Core of the creating thread; None if it cannot be determined.
+    Create it on the thread that will wait; `core` is the core of that thread.
     """
 
     def __init__(self, num_planes: int) -> None:
@@ -46,11 +40,7 @@ class LoadProgress:
         return self._abandoned
 
     def begin(self) -> bool:
-        """Called by the copier before it writes.
-
-        Returns:
-            False if the load is abandoned and must not be written.
-        """
+        """Return whether the copier may write. If not, the load is abandoned."""
         with self._changed:
             self._begun = not self._abandoned
             self._changed.notify_all()  # the waiting thread then waits without a deadline
@@ -63,11 +53,9 @@ class LoadProgress:
             self._changed.notify_all()
 
     def accept_help(self, work: Callable[[int], object]) -> None:
-        """Let the waiting thread copy too.
+        """Let a thread that waits for n planes call `work(n)`.
 
-        Args:
-            work: `work(n)` copies the parts of the first n planes that no other thread has begun. A thread
-                that waits for n planes calls it.
+        It copies the parts of the first n planes that no other thread has begun.
         """
         with self._changed:
             self._help = work
@@ -83,11 +71,7 @@ class LoadProgress:
     def wait(self, planes: int, *, deadline: float) -> None:
         """Block until the first `planes` planes are written, or the load has ended or is abandoned.
 
-        The waiting thread copies too if the copier supports it; see `accept_help`.
-
-        Args:
-            planes: Number of leading planes.
-            deadline: Value of `time.monotonic()`. A load that has not begun to write by then is abandoned.
+        A load that has not begun to write at `deadline`, of `time.monotonic()`, is abandoned.
         """
         planes = min(planes, self._num_planes)
         if self._settled(planes):  # without the lock: once true, it stays true
@@ -110,14 +94,9 @@ class LoadProgress:
         return None
 
     def wait_ended(self, *, deadline: float) -> bool:
-        """Block until the load writes no more and its outcome is known.
+        """Block until the load writes no more and its outcome is known. Return False if it is not at `deadline`.
 
-        Args:
-            deadline: As for `wait`.
-
-        Returns:
-            False if the outcome is not known at the deadline. The load then counts as failed: it was
-            abandoned, or all planes are written and only its outcome is missing.
+        The load then counts as failed: it was abandoned, or all planes are written and only its outcome is missing.
         """
         self.wait(self._num_planes, deadline=deadline)
         with self._changed:
@@ -137,15 +116,8 @@ class Part(NamedTuple):
 class PartQueue:
     """Thread-safe queue of the parts of one copy, in the order of their planes.
 
-    Any number of threads call `work`.
-
-    Args:
-        planes: Number of planes of all parts.
-        advance: Called with the number of leading planes that are written, on the thread that wrote the last
-            of them.
-
-    Attributes:
-        done: Resolved when no part is running or waiting; holds the first error.
+    Any number of threads call `work`. `advance` is called with the number of leading planes that are written, on the
+    thread that wrote the last of them. `done` is resolved when no part is running or waiting; it holds the first error.
     """
 
     def __init__(self, parts: Iterable[Part], planes: int, advance: Callable[[int], object]) -> None:
@@ -160,13 +132,7 @@ class PartQueue:
         self._end_if_idle()
 
     def work(self, planes: int | None = None) -> None:
-        """Copy parts until none is left that writes to the first `planes` planes.
-
-        Errors are not raised but set on `done`.
-
-        Args:
-            planes: Number of leading planes; None for all.
-        """
+        """Copy parts until none is left that writes to the first `planes` planes. Errors are set on `done`."""
         while (part := self._take(planes)) is not None:
             error = None
             try:

@@ -59,9 +59,7 @@ class RowGroup(PlaneGroup):
         """Copy rows of the cache to or from consecutive rows of the payload.
 
         Args:
-            where: Byte offsets of the rows; int64 of shape (num_rows,). Rows at -1 are skipped.
-            payload: uint8 of shape (num_rows * row_bytes,).
-            to_host: Copy to the payload; else from the payload.
+            where: Byte offsets of the rows. Rows at -1 are skipped.
             stream: The batch is larger than the CPU caches: bypass them if supported.
             digest: State of the checksum of the payload, with the compiled module only.
         """

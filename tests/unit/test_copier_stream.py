@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lmcache_async.device.stream import Lane, LaneStatistics
+from lmcache_async.device.cuda import Lane, LaneStatistics
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.steps import turns
 from tests.support.fake_streams import FakeEvent

@@ -31,13 +31,12 @@ from tools.torture.outcome import Outcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, Fence
-    from lmcache_async.device.cuda import Streams
+    from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, DeviceEvent, Fence
+    from lmcache_async.device.cuda import LaneStatistics, Streams
     from lmcache_async.device.layout import KVLayout
     from lmcache_async.device.movers import Mover, Step
     from lmcache_async.device.plan import Int64s, Piece
     from lmcache_async.device.progress import LoadProgress
-    from lmcache_async.device.stream import DeviceEvent, LaneStatistics
     from lmcache_async.testing.caches import PagedCache
     from tools.benchmarks.gpu_device import Gpu
 
