@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import mmap
 import re
 import threading
 import time
@@ -22,6 +23,7 @@ from lmcache_async.device import cpu, open_copiers
 from lmcache_async.device import rows as row_copies
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import compiled
@@ -509,13 +511,14 @@ async def test_copiers_of_several_layouts_share_threads():
 
 @pytest.mark.parametrize("huge_pages", [True, False])
 def test_huge_pages_for_the_kv_cache(huge_pages):
-    cache = CacheForm(layers=1, tokens=16, content=128).build(5 << 10)
-    storage = cache.layout.storages[0]
-    assert storage.nbytes > 32 << 20  # larger blocks have a mapping of their own
-    for copier in open_copiers([cache.layout], huge_pages=huge_pages):
+    # Not memory of malloc, which may be in a part of the heap that another test has advised before.
+    memory = mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8).view(1 << 10, 2, 16, 512)
+    layout = KVLayout.from_block_views([tensor], num_blocks=1 << 10, block_size=16)
+    for copier in open_copiers([layout], huge_pages=huge_pages):
         copier.close()
 
-    assert ("hg" in _mapping_flags(storage.data_ptr() + storage.nbytes // 2)) == huge_pages
+    assert ("hg" in _mapping_flags(tensor.data_ptr() + tensor.nbytes // 2)) == huge_pages
 
 
 def _mapping_flags(address):
