@@ -45,12 +45,7 @@ Parameter: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A figure to measure, with its limits.
-
-    Attributes:
-        unit: Unit of the figure and its limits. Units that end in "/s" are rates: more is better.
-        limits: Probes of the bounds, by name; each gives a row.
-    """
+    """A figure to measure, with its limits. Units that end in "/s" are rates: more is better."""
 
     name: str
     unit: str
@@ -63,9 +58,7 @@ class Case:
 class Row:
     """A figure and one of its limits, each the median of the rounds.
 
-    Attributes:
-        ratio: Median of the rounds' ratios of figure to limit; not the ratio of the two medians.
-        more: Further figures of the same measurement.
+    The ratio is the median of the rounds' ratios, not the ratio of the two medians.
     """
 
     name: str
@@ -114,13 +107,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Options of a measurement.
-
-    Attributes:
-        rounds: Number of rounds that count. One more precedes them as a warm-up.
-        quick: A run with small sizes, whose figures have no meaning.
-        left_out: Measurements that were not possible, with the reason; part of the report.
-    """
+    """Options of a measurement, and what could not be measured. One round as a warm-up precedes those that count."""
 
     rounds: int = DEFAULT_ROUNDS
     quick: bool = False

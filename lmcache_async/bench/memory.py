@@ -53,17 +53,13 @@ class CacheForm:
 
 @dataclass(frozen=True, slots=True)
 class Settings(CacheForm):
-    """A cache like that of Llama 8B in bfloat16.
-
-    Attributes:
-        threads: Numbers of copying threads, measured one after the other.
-    """
+    """A cache like that of Llama 8B in bfloat16."""
 
     tokens: int = 8192
     layers: int = 32
     heads: int = 8
     head_dim: int = 128
-    threads: tuple[int, ...] = (1, 2)
+    threads: tuple[int, ...] = (1, 2)  # measured one after the other
 
 
 QUICK = Settings(tokens=512, layers=2)
@@ -71,12 +67,7 @@ QUICK = Settings(tokens=512, layers=2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptCache:
-    """A paged cache in bfloat16, filled by one prompt, with its blocks in random order.
-
-    Attributes:
-        tensors: One per layer, `[block][head][token][K and V]`.
-        blocks: The block ids of the prompt, in the order of its tokens.
-    """
+    """A paged cache in bfloat16, `[block][head][token][K and V]`, filled by one prompt in random order of blocks."""
 
     form: CacheForm
     tensors: list[torch.Tensor]
@@ -86,11 +77,7 @@ class PromptCache:
 
     @classmethod
     def of(cls, form: CacheForm) -> PromptCache:
-        """Make the cache.
-
-        Raises:
-            ConfigError: The prompt is not a whole number of chunks, or a chunk not a whole number of blocks.
-        """
+        """Make the cache."""
         if form.tokens % form.chunk_size or form.chunk_size % form.block_size:
             raise ConfigError(
                 f"{form.tokens} tokens in chunks of {form.chunk_size} in blocks of {form.block_size}: "

@@ -46,17 +46,7 @@ def move_all(
 
 
 class RawFiles(contextlib.ExitStack):
-    """Files of one size in a directory, as a context.
-
-    Args:
-        path: The directory.
-        nbytes: Size of each file, a multiple of the page size.
-        count: Number of files.
-        threads: Number of threads, each with a buffer of this size.
-
-    Attributes:
-        direct: Whether the file system takes O_DIRECT. Without it the page cache is used.
-    """
+    """Files of one size in a directory, as a context."""
 
     def __init__(self, path: Path, nbytes: int, count: int, threads: int) -> None:
         super().__init__()
@@ -69,7 +59,7 @@ class RawFiles(contextlib.ExitStack):
         self._memory = [region.view[at : at + nbytes] for at in range(0, threads * nbytes, nbytes)]
         for piece in self._memory:
             piece[:] = bytes(range(256)) * (nbytes // 256)
-        self.direct = True
+        self.direct = True  # O_DIRECT; a file system without it uses the page cache
         trial = path / "trial"
         try:
             with self._opened(trial, "wb") as file:
@@ -105,14 +95,7 @@ class RawFiles(contextlib.ExitStack):
 
 
 class RespSockets:
-    """RESP over a blocking socket in a thread per connection: the minimum of work to move records.
-
-    Args:
-        url: Address of a Valkey or Redis server without a password.
-        connections: Number of connections.
-        names: Keys of the records.
-        records: The records.
-    """
+    """RESP over a blocking socket in a thread per connection: the minimum of work to move records."""
 
     def __init__(self, url: str, connections: int, names: list[str], records: list[memoryview]) -> None:
         self._url = url
@@ -133,11 +116,7 @@ class RespSockets:
         return self._all(self._get, buffers)
 
     def clear(self) -> None:
-        """Remove all records.
-
-        Raises:
-            RuntimeError: The server requires a password, or is not a RESP server.
-        """
+        """Remove all records."""
         with self._connected() as server:
             answer = _command(server, b"DEL", *self._names)
         if not answer.startswith(b":"):

@@ -98,16 +98,7 @@ async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -
 
 
 class Records(contextlib.ExitStack):
-    """Sealed records that probes move, in an arena with room for as many reads, as a context.
-
-    Args:
-        mib: MiB of each payload.
-        count: Number of records.
-
-    Attributes:
-        keys: Keys that the records are sealed with; new ones for each put through the tier.
-        names: Names for the clients of raw limits.
-    """
+    """Sealed records that probes move, in an arena with room for as many reads, as a context."""
 
     def __init__(self, mib: int, count: int) -> None:
         super().__init__()
@@ -152,11 +143,7 @@ class Records(contextlib.ExitStack):
         return [await self.arena.lease(self.record_bytes, timeout_s=TIMEOUT_S) for _ in self.buffers]
 
     def check(self, buffers: Sequence[Buffer]) -> None:
-        """Compare the end of each payload, and release the buffers.
-
-        Raises:
-            RuntimeError: A record is missing or has other content.
-        """
+        """Compare the end of each payload, and release the buffers."""
         right = sum(
             bytes(buffer.view[-64:]) == bytes(record.view[-64:])
             for buffer, record in zip(buffers, self.buffers, strict=True)
@@ -167,11 +154,7 @@ class Records(contextlib.ExitStack):
             raise RuntimeError(f"{right} of {self.count} records were read back")
 
     def prove(self, buffers: Sequence[Buffer]) -> None:
-        """Verify each record as an engine does, and release the buffers.
-
-        Raises:
-            ChunkCorruptError: A record is not the one that was put.
-        """
+        """Verify each record as an engine does, and release the buffers."""
         try:
             for key, buffer in zip(self.keys, buffers, strict=True):
                 verify(buffer.view, format=FORMAT, chunk=Chunk(key, 0, TOKENS), request_namespace="")

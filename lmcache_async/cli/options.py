@@ -34,11 +34,7 @@ class Option:
 
 
 def options_type(kind: str, target: Any) -> type[BaseModel] | None:
-    """Return the model of the options of a tier or a layer; None for a stage.
-
-    Raises:
-        TypeError: The plug-in is not a tier or layer, or its options are not a pydantic model.
-    """
+    """Return the model of the options of a tier or a layer; None for a stage."""
     if kind == "stage":
         return None
     found: object = None

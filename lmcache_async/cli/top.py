@@ -26,17 +26,7 @@ TIMEOUT_S = 5.0
 
 
 class StatusClient:
-    """Reads `status.json` of one endpoint.
-
-    Args:
-        url: Address, with or without `http://` and a path.
-        token: Access token, if one is required.
-        token_file: File with the token, instead of `token`.
-        timeout_s: Deadline of a request.
-
-    Raises:
-        RequestError: The address, the token or the file cannot be used.
-    """
+    """Reads `status.json` of one endpoint."""
 
     def __init__(
         self, url: str, *, token: str = "", token_file: Path | None = None, timeout_s: float = TIMEOUT_S
@@ -57,11 +47,7 @@ class StatusClient:
             raise RequestError(str(error), permanent=True) from None
 
     def read(self) -> dict[str, Any]:
-        """Return the current status.
-
-        Raises:
-            RequestError: There is no answer, or it is not a status.
-        """
+        """Return the current status."""
         code, status = asyncio.run(self._get())
         if code in {401, 403}:
             wanted = "another token" if self._token else "a token"

@@ -31,14 +31,7 @@ def default_socket() -> Path:
 def check_directory(socket_path: Path, *, make: bool) -> None:
     """Check that only this user can write to the directory of the default socket.
 
-    Other directories are not checked.
-
-    Args:
-        socket_path: Path of the socket.
-        make: Create a missing directory, with mode 0700.
-
-    Raises:
-        ConfigError: Others can write to it, it cannot be created, or the path is too long for a socket.
+    Other directories are not checked. With `make`, a missing one is created with mode 0700.
     """
     if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
         raise ConfigError(
@@ -64,11 +57,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def parse_user(value: object) -> int:
-    """Return the user ID of a configuration value.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """Return the user ID of a configuration value."""
     if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
         raise ValueError("expected a user id, such as 1000")
     return int(str(value))

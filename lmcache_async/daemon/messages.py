@@ -107,14 +107,7 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease of a record's memory, or its refusal.
-
-    Attributes:
-        lease: Number of the lease on this connection; 0 if refused.
-        offset: Offset in the memory.
-        nbytes: Length of the record.
-        refusal: NONE if there is a lease.
-    """
+    """A lease of a record's memory by its number on this connection, or with number 0 a refusal."""
 
     lease: int
     offset: int = 0
@@ -162,11 +155,7 @@ class Frames:
         self._bytes += data
 
     def take(self) -> tuple[Op, bytes] | None:
-        """Return the next frame; None until it is complete.
-
-        Raises:
-            ProtocolError: The frame is invalid.
-        """
+        """Return the next frame; None until it is complete."""
         if len(self._bytes) < _HEAD.size:
             return None
         length, kind = _HEAD.unpack_from(self._bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_async.daemon.allocator import RangeAllocator, pages
@@ -21,43 +21,29 @@ MAX_TRIES = 64
 """Records whose neighbours are examined for one reservation. The pool is full for it if none of them suffices."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TenantStatistics:
-    """Statistics of a tenant.
+    """Statistics of a tenant, as the series `pool_tenant_*` describe them."""
 
-    Attributes:
-        chunks: Committed records.
-        record_bytes: Their bytes, in whole pages.
-        bytes: `record_bytes`, reservations, and removed records that are still leased.
-        max_bytes: Limit of `bytes`.
-        evictions: Records evicted since the pool was created.
-        readers: Leases of readers.
-        writers: Reservations that are not committed yet.
-    """
-
-    chunks: int
-    record_bytes: int
-    bytes: int
-    max_bytes: int
-    evictions: int
-    readers: int
-    writers: int
+    chunks: int = 0
+    record_bytes: int = 0  # of `chunks`, in whole pages
+    bytes: int = 0  # of records, reservations, and removed records that are still leased
+    max_bytes: int = 0
+    evictions: int = 0
+    readers: int = 0
+    writers: int = 0  # reservations that are not committed yet
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Statistics of a pool.
+    """Statistics of a pool, as the series `pool_*` describe them.
 
-    Attributes:
-        max_bytes: Size of the pool.
-        unused_bytes: Bytes that hold no record and are not reserved.
-        segments: Contiguous ranges of unused bytes.
-        tenants: By name; without tenants that hold nothing and have no quota of their own.
+    Tenants that hold nothing and have no quota of their own are left out.
     """
 
     max_bytes: int
     unused_bytes: int
-    segments: int
+    segments: int  # contiguous ranges of unused bytes
     tenants: Mapping[str, TenantStatistics]
 
 
@@ -66,47 +52,25 @@ class Tenant:
     """A tenant's records and their eviction order."""
 
     name: str
-    max_bytes: int
     reserved_bytes: int
-    held_bytes: int = 0
-    record_bytes: int = 0
-    evictions: int = 0
-    readers: int = 0
-    writers: int = 0
+    figures: TenantStatistics
     records: dict[ChunkKey, Block] = field(default_factory=dict)
     sizes: Counter[int] = field(default_factory=Counter)  # records by their bytes in whole pages
     # Includes keys of reservations, so that a chunk does not evict the chunks that it continues.
     policy: LRUPolicy = field(default_factory=LRUPolicy)
 
-    @property
-    def idle(self) -> bool:
-        return not self.held_bytes and not self.evictions
-
-    def statistics(self) -> TenantStatistics:
-        return TenantStatistics(
-            chunks=len(self.records),
-            record_bytes=self.record_bytes,
-            bytes=self.held_bytes,
-            max_bytes=self.max_bytes,
-            evictions=self.evictions,
-            readers=self.readers,
-            writers=self.writers,
-        )
+    def count(self, block: Block, sign: int) -> None:
+        """Count a committed record, or with -1 its removal."""
+        self.figures.chunks += sign
+        self.figures.record_bytes += sign * block.held_bytes
+        self.sizes[block.held_bytes] += sign
+        if not self.sizes[block.held_bytes]:
+            del self.sizes[block.held_bytes]
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one record, and its state.
-
-    Attributes:
-        owner: The tenant that holds it.
-        key: Key of the record.
-        offset: Offset of its first byte, a multiple of 4096.
-        nbytes: Length of the record.
-        leases: Leases of readers and of the writer.
-        committed: Whether readers find the record.
-        used: Last use, on the pool's own clock.
-    """
+    """Memory of one record, and its state. Readers find it once it is committed."""
 
     owner: Tenant
     key: ChunkKey
@@ -114,7 +78,7 @@ class Block:
     nbytes: int
     leases: int = 0
     committed: bool = False
-    used: int = 0
+    used: int = 0  # on the pool's own clock
 
     @property
     def held_bytes(self) -> int:
@@ -130,11 +94,7 @@ class Block:
 class Slot:
     """A lease of a record's memory. It ends exactly once, by `release`, or for a writer by `commit`.
 
-    Attributes:
-        offset: Offset of the first byte in the pool's memory, a multiple of 4096.
-        nbytes: Length of the record.
-        view: The bytes of the record. The rest of its last page belongs to the slot too.
-        writes: Whether it is a writer's lease.
+    The rest of its last page belongs to it too.
     """
 
     offset: int
@@ -198,21 +158,13 @@ class Pool:
         owner.policy.touch([key])
         self._clock += 1
         block.used = self._clock
-        owner.readers += 1
+        owner.figures.readers += 1
         return self._slot(block, writes=False)
 
     def reserve(self, tenant: str, key: ChunkKey, nbytes: int) -> Slot | None:
         """Reserve memory for a record, invisible to readers until `commit`; None if the pool is full.
 
         The chunks that it continues are not evicted for it.
-
-        Args:
-            tenant: Tenant whose quota the memory counts against.
-            key: Key of the record.
-            nbytes: Length of the record, at least 1.
-
-        Raises:
-            ValueError: `nbytes` is less than 1.
         """
         if nbytes < 1:
             raise ValueError(f"a record has at least 1 byte, not {nbytes}")
@@ -228,49 +180,40 @@ class Pool:
         self._clock += 1
         block = Block(owner, key, offset, nbytes, used=self._clock)
         self._by_offset[block.offset] = self._by_end[block.end] = block
-        owner.held_bytes += block.held_bytes
-        owner.writers += 1
+        owner.figures.bytes += block.held_bytes
+        owner.figures.writers += 1
         return self._slot(block, writes=True)
 
     def commit(self, slot: Slot) -> None:
         """Make the record visible to readers and end the writer's lease.
 
         If the key already has a record, that one stays and this one is dropped: their contents are equal.
-
-        Raises:
-            ValueError: The slot is not a writer's.
-            RuntimeError: The lease has already ended.
         """
         if not slot.writes:
             raise ValueError(f"slot at {slot.offset} is not a reservation")
         self._end(slot)
         block, owner = slot.block, slot.block.owner
-        owner.writers -= 1
+        owner.figures.writers -= 1
         if block.key in owner.records:
             self._free(block)
             return
         block.committed = True
         owner.records[block.key] = block
-        owner.record_bytes += block.held_bytes
-        owner.sizes[block.held_bytes] += 1
+        owner.count(block, 1)
         if block.key not in owner.policy:
             owner.policy.add(block.key, 1)
         owner.policy.touch([block.key])
 
     def release(self, slot: Slot) -> None:
-        """End a reader's lease, or a writer's without a commit.
-
-        Raises:
-            RuntimeError: The lease has already ended.
-        """
+        """End a reader's lease, or a writer's without a commit."""
         self._end(slot)
         block, owner = slot.block, slot.block.owner
         if slot.writes:
-            owner.writers -= 1
+            owner.figures.writers -= 1
             if block.key not in owner.records:
                 _forget(owner, block.key)
         else:
-            owner.readers -= 1
+            owner.figures.readers -= 1
         if not block.committed and not block.leases:
             self._free(block)
 
@@ -295,8 +238,8 @@ class Pool:
         return len(blocks)
 
     def tenant_statistics(self, tenant: str) -> TenantStatistics:
-        """Return the statistics of a tenant, in O(1)."""
-        return self._tenant(tenant).statistics()
+        """Return the current statistics of a tenant, in O(1)."""
+        return self._tenant(tenant).figures
 
     def statistics(self) -> PoolStatistics:
         for name in self._quotas:
@@ -306,9 +249,9 @@ class Pool:
             unused_bytes=self._allocator.free_bytes,
             segments=len(self._allocator),
             tenants={
-                name: tenant.statistics()
+                name: replace(tenant.figures)
                 for name, tenant in self._tenants.items()
-                if name in self._quotas or not tenant.idle
+                if name in self._quotas or tenant.figures.bytes or tenant.figures.evictions
             },
         )
 
@@ -316,12 +259,13 @@ class Pool:
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= MAX_TENANTS:
-                for idle in [known for known in self._tenants.values() if not known.held_bytes]:
+                for idle in [known for known in self._tenants.values() if not known.figures.bytes]:
                     del self._tenants[idle.name]
             quota = self._quotas.get(name, self._other_quota)
             nbytes = self._allocator.nbytes
             most = nbytes if quota.max_bytes is None else min(quota.max_bytes, nbytes)
-            tenant = self._tenants[name] = Tenant(name, most, quota.reserved_bytes)
+            figures = TenantStatistics(max_bytes=most)
+            tenant = self._tenants[name] = Tenant(name, quota.reserved_bytes, figures)
         return tenant
 
     def _slot(self, block: Block, *, writes: bool) -> Slot:
@@ -337,10 +281,10 @@ class Pool:
 
     def _take(self, owner: Tenant, key: ChunkKey, wanted: int) -> int | None:
         """Allocate memory and evict records for it if necessary."""
-        if wanted > owner.max_bytes:
+        if wanted > owner.figures.max_bytes:
             return None
-        has_quota = owner.max_bytes < self._allocator.nbytes
-        while has_quota and owner.held_bytes + wanted > owner.max_bytes:
+        has_quota = owner.figures.max_bytes < self._allocator.nbytes
+        while has_quota and owner.figures.bytes + wanted > owner.figures.max_bytes:
             oldest = owner.policy.oldest(_among(owner, _is_unused))
             if oldest is None:
                 return None
@@ -354,23 +298,20 @@ class Pool:
         return offset
 
     def _evict(self, block: Block) -> None:
-        block.owner.evictions += 1
+        block.owner.figures.evictions += 1
         self._drop(block)
 
     def _drop(self, block: Block) -> None:
         owner = block.owner
         del owner.records[block.key]
-        owner.record_bytes -= block.held_bytes
-        owner.sizes[block.held_bytes] -= 1
-        if not owner.sizes[block.held_bytes]:
-            del owner.sizes[block.held_bytes]
+        owner.count(block, -1)
         owner.policy.discard(block.key)
         block.committed = False
         if not block.leases:
             self._free(block)
 
     def _free(self, block: Block) -> None:
-        block.owner.held_bytes -= block.held_bytes
+        block.owner.figures.bytes -= block.held_bytes
         del self._by_offset[block.offset], self._by_end[block.end]
         self._allocator.give(block.offset, block.held_bytes)
 
@@ -392,7 +333,7 @@ class Pool:
 
         oldest: list[Block] = []
         for tenant in self._tenants.values():
-            spare_bytes = tenant.held_bytes - tenant.reserved_bytes
+            spare_bytes = tenant.figures.bytes - tenant.reserved_bytes
             if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
                 continue  # not even its smallest record, so its records need no scan
             found = tenant.policy.oldest(_among(tenant, evictable))
@@ -436,7 +377,7 @@ class Pool:
         if not _is_unused(block):
             return False
         other = block.owner
-        left_bytes = other.held_bytes - taken.get(other.name, 0) - block.held_bytes
+        left_bytes = other.figures.bytes - taken.get(other.name, 0) - block.held_bytes
         return other is owner or left_bytes >= other.reserved_bytes
 
 

@@ -49,21 +49,14 @@ _CLOSE_S = 5.0
 
 
 class Daemon:
-    """One pool, served on a unix socket. Used on one loop; open it as an async context.
-
-    Attributes:
-        path: Path of the socket.
-        id: 16 random bytes that identify the daemon and its memory.
-        pool: The records, once the daemon is open.
-        status_url: URL of the status page, if one is configured.
-    """
+    """One pool, served on a unix socket. Used on one loop; open it as an async context."""
 
     pool: Pool
     status_url: str | None = None
 
     def __init__(self, config: DaemonConfig) -> None:
         self.path: Path = config.socket or default_socket()
-        self.id = os.urandom(ID_BYTES)
+        self.id = os.urandom(ID_BYTES)  # of the daemon and its memory
         self._config = config
         self._nbytes = config.max_bytes // PAGE * PAGE
         self._memory_fd = -1
@@ -78,13 +71,7 @@ class Daemon:
         return len(self._sessions)
 
     async def __aenter__(self) -> Self:
-        """Allocate the memory and listen.
-
-        Raises:
-            ConfigError: Another daemon listens at the path, the path cannot have a socket, or the memory
-                cannot be allocated.
-            MissingDependencyError: The config enables the status page, and aiohttp is not installed.
-        """
+        """Allocate the memory and listen."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(_held(self.path))

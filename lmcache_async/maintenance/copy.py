@@ -26,41 +26,26 @@ Check = Callable[[StoredRecord, Iterator[memoryview]], RecordInfo]
 
 @dataclass(kw_only=True)
 class CopyCounts:
-    """Counts of the records of a copy that a destination lacked, by outcome.
-
-    Attributes:
-        bytes: Bytes of the records written; a record written to two destinations counts once.
-        encrypted: Records written that are encrypted. They are copied as they are.
-        refused: Records not written, by cause: a cause of `ChunkCorruptError`, `too_long`, `full` or `error`.
-        refused_records: The first of those refused, each with its key, cause and message.
-        gone: Records that were deleted from the source in the meantime.
-        skipped: Records left out because `max_bytes` was reached or a destination was full.
-    """
+    """Counts of the records of a copy that a destination lacked, by outcome."""
 
     source: str
-    bytes: int = 0
-    encrypted: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0  # written; a record written to two destinations counts once
+    encrypted: int = 0  # copied as they are
+    refused: Counter[str] = field(default_factory=Counter)  # by cause
     refused_records: list[dict[str, str]] = field(default_factory=list)
     gone: int = 0
     passed_over: int = 0
-    skipped: int = 0
+    skipped: int = 0  # `max_bytes` was reached, or a destination was full
 
 
 @dataclass(kw_only=True)
 class CopyReport(CopyCounts):
-    """Result of `copy`.
-
-    Attributes:
-        complete: Whether the destination has every selected record of the source.
-        records: Records written; of a dry run, records to write.
-        there: Records that the destination had already.
-    """
+    """Result of `copy`."""
 
     destination: str
     held_by_process: str | None
     dry_run: bool
-    complete: bool = False
+    complete: bool = False  # the destination has every selected record
     records: int = 0
     there: int = 0
 
@@ -111,11 +96,6 @@ class Copier:
     """Copies records to the destinations that lack them, each after its verification.
 
     Once `max_bytes` is reached or a destination is full, the remaining records are skipped without being read.
-
-    Attributes:
-        copied: Records written, by the name of their destination.
-        planned: Records that a dry run would write.
-        there: Records that a destination had already, by its name.
     """
 
     source: OfflineStore
@@ -126,7 +106,7 @@ class Copier:
     max_bytes_per_s: int | None = None
     dry_run: bool = False
     copied: Counter[str] = field(default_factory=Counter)
-    planned: int = 0
+    planned: int = 0  # what a dry run would write
     there: Counter[str] = field(default_factory=Counter)
     _ended: bool = False
 

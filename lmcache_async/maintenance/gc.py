@@ -16,26 +16,19 @@ _BATCH = 64
 
 @dataclass
 class Collection:
-    """Result of a deletion.
-
-    Attributes:
-        records: Number and bytes of the records to delete, by reason: `unreadable`, `age`, `namespace`, `room`.
-        files: Number and bytes of the files to delete, by kind: `half_written`, `quarantine`.
-        to_free_bytes: Bytes of these records and files.
-        errors: Records that could not be read; they stay.
-    """
+    """Result of a deletion."""
 
     target: str
     held_by_process: str | None
     dry_run: bool
-    records: dict[str, dict[str, int]] = field(default_factory=dict)
-    files: dict[str, dict[str, int]] = field(default_factory=dict)
+    records: dict[str, dict[str, int]] = field(default_factory=dict)  # count and bytes, by reason
+    files: dict[str, dict[str, int]] = field(default_factory=dict)  # count and bytes, by kind
     to_free_bytes: int = 0
     freed_records: int = 0
     freed_bytes: int = 0
     kept_records: int = 0
     kept_bytes: int = 0
-    errors: int = 0
+    errors: int = 0  # records that could not be read; they stay
 
 
 def choose(
@@ -79,19 +72,7 @@ async def collect(
 ) -> Collection:
     """Delete records, and files of interrupted writes. If it is interrupted, the next run deletes the rest.
 
-    Args:
-        store: The store.
-        meter: Receives the progress.
-        selection: Namespaces to delete from; without `used_before` and `max_bytes`, all their records.
-        used_before: Delete records last used before this time, in ns since the epoch.
-        max_bytes: Delete the least recently used selected records until all records have at most this size.
-        unreadable: Delete records with an unreadable header: other versions, and files that are not records.
-        quarantine: Delete quarantined files.
-        dry_run: Only report what would be deleted.
-
-    Raises:
-        ConfigError: The store does not know times of use, and an option needs them.
-        TierError: A record or a file could not be deleted.
+    Without `used_before` (ns since the epoch) and `max_bytes` (of all records), all selected records are deleted.
     """
     if not store.knows_use and (used_before is not None or max_bytes is not None):
         raise ConfigError(

@@ -18,11 +18,7 @@ MAX_BYTES = 16 << 20
 
 
 class RequestError(TierUnavailableError):
-    """A request has no usable response.
-
-    Attributes:
-        permanent: Whether a repetition would fail too.
-    """
+    """A request has no usable response. A repetition of a `permanent` one would fail too."""
 
     def __init__(self, text: str, *, permanent: bool = False) -> None:
         super().__init__(text)
@@ -30,11 +26,7 @@ class RequestError(TierUnavailableError):
 
 
 def parse_address(text: str) -> SplitResult:
-    """Parse the address of a server, with or without `http://`.
-
-    Raises:
-        ValueError: It is not an HTTP address.
-    """
+    """Parse the address of a server, with or without `http://`."""
     parts = urlsplit(text if "://" in text else f"http://{text}")
     host = parts.hostname or ""
     host.encode("idna")  # or the lookup of the name would fail in it
@@ -46,14 +38,7 @@ def parse_address(text: str) -> SplitResult:
 class JSONClient:
     """A connection pool to one server, as an async context. Proxies of the environment are not used.
 
-    Args:
-        base: Address of the server, without a slash at the end.
-        token: Bearer token; "" for none.
-        timeout_s: Deadline of a request, from the connection to the last byte of the response.
-        hint: Advice for an unreachable server.
-
-    Raises:
-        ValueError: The token contains characters that a header cannot have.
+    `timeout_s` limits a request up to the last byte of its response. `hint` is advice for an unreachable server.
     """
 
     def __init__(self, base: str, *, token: str, timeout_s: float, hint: str) -> None:
@@ -72,11 +57,7 @@ class JSONClient:
         await self._client.aclose()
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Return the status code and the decoded response; its first characters if it is not JSON.
-
-        Raises:
-            RequestError: The request failed, or the response was not complete in time.
-        """
+        """Return the status code and the decoded response; its first characters if it is not JSON."""
         url, data = self._base + path, bytearray()
         content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
         headers = {} if body is None else {"Content-Type": "application/json"}

@@ -17,25 +17,16 @@ MAX_REQUEST_NAMESPACES = 10_000
 
 @dataclass(slots=True)
 class Group:
-    """The records of one namespace.
+    """The records of one namespace."""
 
-    Attributes:
-        text: Text of the namespace, or `encrypted_text` for encrypted records.
-        bytes: Bytes of the records, without the padding of their files.
-        chunk_tokens: Records by their number of tokens.
-        shapes: Records by dtype, layout and header bytes.
-        requests: A label for each combination of LoRA adapter, cache_salt and tags; "" for none of them.
-        oldest: Time of use of the least recently used record, in ns since the epoch; 0 if it is not known.
-    """
-
-    text: str
+    text: str  # of the namespace, or `encrypted_text`
     records: int = 0
-    bytes: int = 0
+    bytes: int = 0  # without the padding of the files
     tokens: int = 0
     chunk_tokens: Counter[int] = field(default_factory=Counter)
-    shapes: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    requests: set[str] = field(default_factory=set)
-    oldest: int = 0
+    shapes: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # dtype, layout, header bytes
+    requests: set[str] = field(default_factory=set)  # LoRA adapter, cache_salt and tags
+    oldest: int = 0  # last use, in ns since the epoch; 0 if it is not known
     newest: int = 0
 
     def add(self, info: RecordInfo) -> None:
@@ -74,14 +65,7 @@ class Group:
 
 @dataclass
 class Inspection:
-    """Contents of a store.
-
-    Attributes:
-        unreadable: Records with an unreadable header, by cause.
-        errors: Records that could not be read. They may be undamaged.
-        gone: Records that were deleted meanwhile.
-        namespaces: Groups of records, the largest first.
-    """
+    """Contents of a store."""
 
     target: str
     held_by_process: str | None
@@ -90,8 +74,8 @@ class Inspection:
     tokens: int = 0
     unreadable: Counter[str] = field(default_factory=Counter)
     unreadable_bytes: int = 0
-    errors: int = 0
-    gone: int = 0
+    errors: int = 0  # not readable; they may be undamaged
+    gone: int = 0  # deleted meanwhile
     namespaces: list[dict[str, Any]] = field(default_factory=list)
 
 

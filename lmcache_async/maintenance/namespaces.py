@@ -61,12 +61,7 @@ def title_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A selection of namespaces. Without patterns it contains all records, unreadable ones too.
-
-    Attributes:
-        patterns: Each the start of an id, `encrypted`, or `field=value`. A namespace is selected if one
-            matches.
-    """
+    """Namespaces that match a pattern. Without patterns it contains all records, unreadable ones too."""
 
     patterns: tuple[str, ...] = ()
 

@@ -42,9 +42,6 @@ def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
     Each line is JSON: a list of token ids, a text, or an object with either, as in request logs. A document
     with `requests`, which may be nested, is a trace of sessions. Files with the suffix .gz are decompressed. With
     `by_use`, the most frequent prompts come first; otherwise they are in the order of the file.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line is not a prompt; the message names it.
     """
     counts: Counter[tuple[bytes | None, str]] = Counter()
     for where, row in _rows(path):
@@ -60,12 +57,7 @@ def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
 
 
 def tokenizer_of(name: str) -> Encode:
-    """Return the tokenizer of a file `tokenizer.json`, of its folder, or of a model name.
-
-    Raises:
-        ConfigError: There is no tokenizer of that name.
-        MissingDependencyError: The package tokenizers is not installed.
-    """
+    """Return the tokenizer of a file `tokenizer.json`, of its folder, or of a model name."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

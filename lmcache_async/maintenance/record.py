@@ -24,22 +24,13 @@ MAX_LISTED = 100
 
 @dataclass(frozen=True, slots=True)
 class RecordInfo:
-    """Outcome of reading a header, or of the verification of a record.
-
-    Attributes:
-        record_bytes: Length of the record; 0 if the header is unreadable.
-        header: The header; None if it is unreadable, or encrypted and not decrypted.
-        key_id: Identifier of the encryption key; "" if the record is not encrypted.
-        cause: Why the header is unreadable or the record damaged, as in `ChunkCorruptError`; or `GONE`, `ERROR` or
-            `PASSED_OVER`; "" if none of them.
-        message: The cause as a sentence.
-    """
+    """Outcome of reading a header, or of the verification of a record."""
 
     stored: StoredRecord
-    record_bytes: int = 0
-    header: RecordHeader | None = None
-    key_id: str = ""
-    cause: str = ""
+    record_bytes: int = 0  # 0 if the header is unreadable
+    header: RecordHeader | None = None  # None if unreadable, or encrypted and not decrypted
+    key_id: str = ""  # of the encryption key
+    cause: str = ""  # as in `ChunkCorruptError`, or GONE, ERROR, PASSED_OVER
     message: str = ""
 
     @property
@@ -102,14 +93,7 @@ def check(
     selection: Selection = EVERYTHING,
     cipher: RecordCipher | None = None,
 ) -> RecordInfo:
-    """Verify the checksums, lengths and key of a record.
-
-    Args:
-        stored: The record's entry in the listing.
-        pieces: The record, in pieces as `memory.record.prove` takes them.
-        selection: Records of other namespaces are not verified.
-        cipher: Decrypts encrypted records; without it only their outer checksum is verified.
-    """
+    """Verify the checksums, lengths and key of a record. Without a cipher an encrypted one has an outer checksum only."""
     first = next(pieces, memoryview(b""))
     info = _parsed(stored, first, selection)
     if info.cause:

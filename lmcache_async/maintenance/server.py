@@ -20,22 +20,14 @@ API_KEY = "VLLM_API_KEY"
 
 @dataclass
 class Requests:
-    """Result of the requests.
-
-    Attributes:
-        prompts: Requests that were answered.
-        tokens: Their prompt tokens, as the server counts them.
-        cached_tokens: Of these, tokens that the server had or loaded; None if the server does not report them
-            (vLLM does with `--enable-prompt-tokens-details`).
-        refused: Requests answered with an error, for example because the prompt is too long.
-    """
+    """Result of the requests."""
 
     url: str
     model: str
     prompts: int = 0
     tokens: int = 0
-    cached_tokens: int | None = None
-    refused: int = 0
+    cached_tokens: int | None = None  # None if the server does not report them
+    refused: int = 0  # answered with an error
     first_refusal: str | None = None
 
     def add(self, status: int, answer: Any) -> None:

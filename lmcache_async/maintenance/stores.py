@@ -56,11 +56,7 @@ class StoreSpec:
 
 
 def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
-    """Return the store, to be opened with `async with`. With `change`, a directory is locked.
-
-    Raises:
-        ConfigError: The spec is incomplete or wrong, or the tier is memory of an engine's process.
-    """
+    """Return the store, to be opened with `async with`. With `change`, a directory is locked."""
     config = spec.read_config()
     third_party = config is None or config.plugins.third_party
     options = OfflineOptions(change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes)
@@ -108,11 +104,7 @@ def reachable_tiers(config: EngineConfig) -> list[str]:
 def named_tier(
     text: str, path: Path | None, config: EngineConfig | None, argument: str = "--tier"
 ) -> TierSpec:
-    """Return the tier of an argument: a tier as JSON, or the id of a tier of the config that was read from `path`.
-
-    Raises:
-        ConfigError: There is no such tier; the message names the argument.
-    """
+    """Return the tier of an argument: a tier as JSON, or the id of a tier of the config that was read from `path`."""
     if text.lstrip().startswith("{"):
         try:
             return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))

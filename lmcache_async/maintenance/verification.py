@@ -18,29 +18,19 @@ Remedy: TypeAlias = Literal["remove", "quarantine"]
 
 @dataclass
 class Verification:
-    """Result of a verification.
-
-    Attributes:
-        records: Undamaged records.
-        encrypted: Of the undamaged records, those verified by their outer checksum only.
-        wrong: Damaged records, by cause.
-        wrong_records: The first records that are damaged or unreadable, each with key, cause and message.
-        errors: Records that could not be read. They may be undamaged.
-        gone: Records that were deleted meanwhile.
-        remedied: Records deleted or quarantined.
-    """
+    """Result of a verification."""
 
     target: str
     held_by_process: str | None
     records: int = 0
     bytes: int = 0
-    encrypted: int = 0
-    wrong: Counter[str] = field(default_factory=Counter)
+    encrypted: int = 0  # of these, verified by their outer checksum only
+    wrong: Counter[str] = field(default_factory=Counter)  # damaged, by cause
     wrong_records: list[dict[str, str]] = field(default_factory=list)
-    errors: int = 0
-    gone: int = 0
+    errors: int = 0  # not readable; they may be undamaged
+    gone: int = 0  # deleted meanwhile
     passed_over: int = 0
-    remedied: int = 0
+    remedied: int = 0  # deleted or quarantined
 
     def add(self, info: RecordInfo, *, reads_headers: bool) -> int:
         """Count a record and return the bytes that were read of it, without a header that was read alone."""

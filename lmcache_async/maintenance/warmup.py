@@ -27,20 +27,12 @@ SAMPLES = 64
 
 @dataclass(kw_only=True)
 class Warmup(CopyCounts):
-    """Result of `warm`.
-
-    Attributes:
-        namespaces: Number of namespaces in which prompts were looked up.
-        prompts: Distinct prompts.
-        found_tokens: Of these, tokens of prefixes that the source has, in the namespace with the longest one.
-        copied: Records written, by the name of their destination.
-        there: Records that a destination had already, by its name.
-    """
+    """Result of `warm`."""
 
     namespaces: int = 0
     prompts: int = 0
     tokens: int = 0
-    found_tokens: int = 0
+    found_tokens: int = 0  # of prefixes that the source has, in the namespace with the longest one
     copied: Counter[str] = field(default_factory=Counter)
     there: Counter[str] = field(default_factory=Counter)
 

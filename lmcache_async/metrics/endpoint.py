@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def status_server(source: Source, config: HTTPConfig, *, rank: int = 0) -> StatusServer:
-    """Return a server of the source that does not listen yet. `config.listen` must be set.
-
-    Raises:
-        ConfigError: A configured file cannot be used.
-        MissingDependencyError: aiohttp is not installed.
-    """
+    """Return a server of the source that does not listen yet. `config.listen` must be set."""
     return _server_class()(source, config, rank=rank)
 
 

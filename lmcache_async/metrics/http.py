@@ -56,11 +56,7 @@ class Tokens:
 
     @classmethod
     def read(cls, file: Path | None) -> Self:
-        """Read a file with one token per line. Lines that begin with # are comments.
-
-        Raises:
-            ConfigError: The file cannot be used. The message contains no token.
-        """
+        """Read a file with one token per line. Lines that begin with # are comments. No error contains a token."""
         if file is None:
             return cls()
         digests = []

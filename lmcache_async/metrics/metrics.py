@@ -66,23 +66,15 @@ class Histogram:
 
 @dataclass(slots=True)
 class CallMetrics:
-    """Calls of one method of a tier.
-
-    Attributes:
-        calls: Ended calls, with or without success. `chunks` and `seconds` are theirs.
-        cancelled: Calls cancelled by their caller, at a deadline or before.
-        found: Chunks that were found by lookups, reads and removals.
-        errors: Failed calls, and failed chunks of batches, by class name of the error.
-        latency: Ended calls per bucket of `CALL_BUCKETS_S`, as in `Histogram.counts`.
-    """
+    """Calls of one method of a tier."""
 
     calls: int = 0
     in_flight: int = 0
-    cancelled: int = 0
+    cancelled: int = 0  # by their caller, at a deadline or before; not part of `calls`
     chunks: int = 0
-    found: int = 0
+    found: int = 0  # by lookups, reads and removals
     bytes: int = 0
-    errors: Counts[str] = field(default_factory=Counts)
+    errors: Counts[str] = field(default_factory=Counts)  # failed calls and chunks of batches, by class
     seconds: float = 0.0
     latency: list[int] = field(default_factory=lambda: [0] * (len(CALL_BUCKETS_S) + 1))
 
@@ -238,16 +230,12 @@ class EngineMetrics(Metrics, Instrument):
 
 
 class TierMetrics:
-    """Metrics of one tier.
-
-    Attributes:
-        by_verb: Calls of the tier by method, as its outermost `metrics` layer sees them.
-    """
+    """Metrics of one tier."""
 
     def __init__(self, metrics: EngineMetrics, name: str) -> None:
         self._metrics = metrics
         self._name = name
-        self.by_verb: dict[str, CallMetrics] = {}
+        self.by_verb: dict[str, CallMetrics] = {}  # as the outermost `metrics` layer sees the calls
         self.hit_tokens = metrics.counter("retrieve_hit_tokens_total", name)
         self.hit_chunks = metrics.counter("tier_hit_chunks_total", name)
         self.stored_chunks = metrics.counter("tier_stored_chunks_total", name)

@@ -28,23 +28,14 @@ CALL_BUCKETS_S = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Description of a metric series.
+    """Description of a metric series."""
 
-    Attributes:
-        name: Name without `PREFIX`. The name of a counter ends with `_total`.
-        kind: Kind of the metric.
-        help: One sentence.
-        labels: Names of the labels.
-        buckets: Upper bounds of the buckets of a histogram, ascending, without infinity.
-        merge: How vLLM's `/metrics` merges a gauge of several ranks.
-    """
-
-    name: str
+    name: str  # without `PREFIX`; that of a counter ends with `_total`
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    merge: Merge = "sum"
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without infinity
+    merge: Merge = "sum"  # how vLLM's `/metrics` merges a gauge of several ranks
 
     @property
     def full_name(self) -> str:

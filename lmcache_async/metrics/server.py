@@ -50,15 +50,6 @@ class StatusServer:
 
     A connection counts against the limit from its accept on, with or without a TLS handshake. Connections above
     the limit are closed before anything is read.
-
-    Args:
-        source: Content of the page.
-        config: Configuration with `listen`. Its files are read here.
-        rank: Added to the port: each rank of each replica of an engine serves its own page.
-        interval_s: Seconds between two samples.
-
-    Raises:
-        ConfigError: A configured file cannot be used.
     """
 
     def __init__(
@@ -98,11 +89,7 @@ class StatusServer:
         return f"{'https' if self._tls else 'http'}://{host}:{port}/"
 
     async def __aenter__(self) -> Self:
-        """Listen, and take samples.
-
-        Raises:
-            ConfigError: The address cannot be used.
-        """
+        """Listen, and take samples."""
         place = f"{self._host}:{self._port}"
         if self._port > _MAX_PORT:
             raise ConfigError(f"http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}")
@@ -225,12 +212,7 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> a
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
-    """Listen at every address of the host that this machine has.
-
-    Raises:
-        OSError: An address is in use, or no address can be used.
-        UnicodeError: The host is not a valid name.
-    """
+    """Listen at every address of the host that this machine has."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with contextlib.ExitStack() as undo:

@@ -23,13 +23,6 @@ class TracingInstrument(Instrument):
 
     If the caller is in a span, the new span is its child. The tracer provider decides which spans are exported.
     Without a provider in the process a span costs a few microseconds and is dropped.
-
-    Args:
-        provider: Tracer provider; by default the one of the process.
-        clock_ns: Clock in nanoseconds since 1970.
-
-    Raises:
-        MissingDependencyError: OpenTelemetry is not installed.
     """
 
     def __init__(
