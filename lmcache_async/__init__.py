@@ -84,50 +84,27 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # type checkers use the imports above and reject other names
-    _NAMES = {
-        "lmcache_async.cache_engine": ["LMCacheEngine", "LMCacheEngineBuilder"],
-        "lmcache_async.config": ["EngineConfig", "load_config"],
-        "lmcache_async.device.layout": ["KVLayout"],
-        "lmcache_async.engine.engine": ["CacheEngine"],
-        "lmcache_async.errors": [
-            "BudgetExceededError",
-            "ChainError",
-            "ChunkCorruptError",
-            "ConfigError",
-            "EngineClosedError",
-            "LMCacheAsyncError",
-            "MissingDependencyError",
-            "TierClosedError",
-            "TierError",
-            "TierFullError",
-            "TierPartUnavailableError",
-            "TierSuspendedError",
-            "TierUnavailableError",
-            "UnknownPluginError",
-        ],
-        "lmcache_async.hashing": ["Namespace", "RequestNamespace"],
-        "lmcache_async.memory.buffer": ["Buffer"],
-        "lmcache_async.tiers.base": [
-            "Allocate",
-            "Capabilities",
-            "Medium",
-            "ScrubReport",
-            "Tier",
-            "TierConfig",
-            "TierStatistics",
-        ],
-        "lmcache_async.tiers.middleware.base": ["Layer", "LayerConfig", "LayerContext", "LayerStatistics"],
-        "lmcache_async.types": ["ChunkKey", "RetrieveReport", "StoreReport"],
-    }
-    _MODULES = {name: module for module, names in _NAMES.items() for name in names}
+    _MODULES = (
+        "errors",
+        "types",
+        "config",
+        "hashing",
+        "memory.buffer",
+        "tiers.base",
+        "tiers.middleware.base",
+        "device.layout",
+        "engine.engine",
+        "cache_engine",
+    )
+    """Modules of the public names. The first one that has a name is used; modules with torch are the last."""
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use (PEP 562)."""
-        try:
-            module = import_module(_MODULES[name])
-        except KeyError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        globals()[name] = value = vars(module)[name]
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+        value = next(vars(module)[name] for module in modules if name in vars(module))
+        globals()[name] = value
         return value
 
     def __dir__() -> list[str]:

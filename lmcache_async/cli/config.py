@@ -19,7 +19,6 @@ from lmcache_async.config import (
     LayerSpec,
     LoadedConfig,
     TierSpec,
-    read_config,
     survey_config,
     validate_options,
 )
@@ -27,6 +26,7 @@ from lmcache_async.config.model import PluginSpec
 from lmcache_async.config.secrets import SECRET_PATHS
 from lmcache_async.config.validation import (
     KeyPath,
+    Loaded,
     Origin,
     is_secret,
     placed_lines,
@@ -37,7 +37,7 @@ from lmcache_async.config.validation import (
 from lmcache_async.daemon.config import DaemonConfig, survey_daemon_config
 from lmcache_async.engine.check import all_problems
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, make_tier
-from lmcache_async.errors import ConfigError, LMCacheAsyncError
+from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.registry import LAYERS, STAGES, Registry
 from lmcache_async.tiers.middleware.base import Layer
@@ -71,12 +71,13 @@ def show_command(
     as_json: JSONFlag = False,
 ) -> None:
     """Print every key with its value and source. Secrets are not shown."""
-    notes: tuple[str, ...] = ()
     try:
         if daemon:
-            values, notes = daemon_values(file, {} if file is not None else {"max_bytes": "1GiB"})
+            given = {} if file is not None else {"max_bytes": "1GiB"}
+            daemon_loaded = survey_daemon_config(file, given).valid()
+            values, notes = daemon_values(daemon_loaded), daemon_loaded.notes
         else:
-            loaded = read_config(file, extra=_parse_extra(extra))
+            loaded = survey_config(file, extra=_parse_extra(extra)).valid()
             values, notes = engine_values(loaded, Registry()), loaded.notes
     except LMCacheAsyncError as error:
         refuse(error, PROBLEM)
@@ -134,10 +135,9 @@ def check_file(
 
 def check_daemon_file(file: Path) -> tuple[list[str], tuple[str, ...]]:
     """Return the errors of a daemon's configuration and of the files that it names, and options without effect."""
-    config, found, notes, origin = survey_daemon_config(file, {})
-    if config is not None:
-        found += placed_lines(check_endpoint(config.http), origin.at)
-    return found, notes
+    loaded = survey_daemon_config(file, {})
+    problems = [*loaded.problems, *placed_lines(check_endpoint(loaded.config.http), loaded.origin.at)]
+    return problems, loaded.notes
 
 
 def _parse_extra(text: str | None) -> dict[str, Any] | None:
@@ -178,12 +178,10 @@ def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
     return values
 
 
-def daemon_values(file: Path | None, given: Mapping[str, Any]) -> tuple[list[Value], tuple[str, ...]]:
-    """Return all keys of the daemon's configuration, and options without effect."""
-    config, problems, notes, origin = survey_daemon_config(file, given)
-    if config is None or problems:
-        raise ConfigError("\n".join(problems))
-    return [format_value(path, value, origin.places.get(path)) for path, value in flatten(config)], notes
+def daemon_values(loaded: Loaded[DaemonConfig]) -> list[Value]:
+    """Return all keys of the daemon's configuration."""
+    places = loaded.origin.places
+    return [format_value(path, value, places.get(path)) for path, value in flatten(loaded.config)]
 
 
 def flatten(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -1,6 +1,6 @@
 """Typed, immutable configuration, and `load_config` that reads it."""
 
-from lmcache_async.config.load import LoadedConfig, load_config, read_config, survey_config
+from lmcache_async.config.load import LoadedConfig, load_config, survey_config
 from lmcache_async.config.model import (
     DEFAULT_RETRIEVE_STAGES,
     DEFAULT_STORE_STAGES,
@@ -56,7 +56,6 @@ __all__ = [
     "format_size",
     "load_config",
     "parse_size",
-    "read_config",
     "survey_config",
     "validate_options",
 ]

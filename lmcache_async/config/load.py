@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from lmcache_async.config.sources import (
     refuse_secrets,
     variable_settings,
 )
-from lmcache_async.config.validation import LEFT_OUT, Origin, explain, known_keys, validate_all
+from lmcache_async.config.validation import LEFT_OUT, Loaded, Origin, explain, known_keys, validate_all
 from lmcache_async.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,21 +44,8 @@ _NOTHING = EngineConfig().model_copy(update={"tiers": ()})
 _ADVICE = {key: f"it is a key of LMCache; use {supported.key}" for key, supported in SUPPORTED.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration with the origins of its values.
-
-    Attributes:
-        config: The configuration; if there are problems, with the valid values only.
-        origin: Place of each key that is set; `own_place` returns None for a default.
-        notes: A line for each setting of LMCache that has no effect.
-        problems: A line for each mistake.
-    """
-
-    config: EngineConfig
-    origin: Origin = _DEFAULTS
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+class LoadedConfig(Loaded[EngineConfig]):
+    """The configuration of an engine. Its notes are about settings of LMCache."""
 
     def announced(self) -> EngineConfig:
         """Log a warning about settings without effect, and return the configuration."""
@@ -85,21 +71,7 @@ def load_config(
     Raises:
         ConfigError: Keys or values are wrong; one line for each mistake.
     """
-    return read_config(path, env, extra).announced()
-
-
-def read_config(
-    path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
-) -> LoadedConfig:
-    """Load the configuration with its origins, without logging; arguments as in `load_config`.
-
-    Raises:
-        ConfigError: Keys or values are wrong; one line for each mistake.
-    """
-    loaded = survey_config(path, env, extra)
-    if loaded.problems:
-        raise ConfigError("\n".join(loaded.problems))
-    return loaded
+    return survey_config(path, env, extra).valid().announced()
 
 
 def survey_config(
@@ -116,7 +88,7 @@ def survey_config(
         file, named_by = _config_file(path, env, ours.pop("config_file", None))
         content, origin = ({}, _DEFAULTS) if file is None else read_file(file, problems, named_by)
     except ConfigError as error:
-        return LoadedConfig(_NOTHING, problems=(str(error),))
+        return LoadedConfig(_NOTHING, _DEFAULTS, problems=(str(error),))
     is_lmcache = named_by == LMCACHE_FILE
     found = [*found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA), *found_in_variables(env)]
     settings: list[Setting] = []

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -95,6 +95,33 @@ class Origin:
         options = {key[1:]: place for key, place in inner.items() if key[:1] == ("options",)}
         part = f"{self.part}, {part}" if self.part else part
         return Origin(self.place(path), options | {(): self.place(path)} | inner, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[ModelT]):
+    """A configuration with the origins of its values.
+
+    Attributes:
+        config: The configuration; if there are problems, with the valid values only.
+        origin: Place of each key that is set; `own_place` returns None for a default.
+        notes: A line for each setting that has no effect.
+        problems: A line for each mistake.
+    """
+
+    config: ModelT
+    origin: Origin
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def valid(self) -> Self:
+        """Return the configuration without problems.
+
+        Raises:
+            ConfigError: There are problems.
+        """
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return self
 
 
 def spell_path(path: KeyPath) -> str:

@@ -7,11 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from lmcache_async.config.model import HTTPConfig
+from lmcache_async.config.model import HTTPConfig, Section
 from lmcache_async.config.sources import read_file
-from lmcache_async.config.validation import KeyPath, Origin, disagree, explain, known_keys, validate_all
+from lmcache_async.config.validation import (
+    KeyPath,
+    Loaded,
+    Origin,
+    disagree,
+    explain,
+    known_keys,
+    validate_all,
+)
 from lmcache_async.config.values import (
     MAX_BYTES,
     Count,
@@ -47,15 +55,13 @@ Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=Size
 UserNumber = Annotated[int, BeforeValidator(parse_user, json_schema_input_type=CountInput | Literal[0, "0"])]
 
 
-class TenantOptions(BaseModel):
+class TenantOptions(Section):
     """Quota of a tenant.
 
     Attributes:
         max_bytes: Maximum bytes of its records and reservations; the whole pool by default.
         reserved_bytes: Bytes that other tenants do not evict.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_bytes: OptionalSize = None
     reserved_bytes: Share = 0
@@ -67,7 +73,7 @@ class TenantOptions(BaseModel):
         return self
 
 
-class DaemonConfig(BaseModel):
+class DaemonConfig(Section):
     """Options of `lmcache-async serve`.
 
     Attributes:
@@ -84,8 +90,6 @@ class DaemonConfig(BaseModel):
         other_tenants: Quota of each tenant that `tenants` does not name; without `reserved_bytes`.
         http: Status page and metrics; off by default.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     socket: SocketPath | None = None
     max_bytes: Size
@@ -116,33 +120,28 @@ class DaemonConfig(BaseModel):
         return self.max_bytes // 4 if self.max_client_bytes is None else self.max_client_bytes
 
 
+_NOTHING = DaemonConfig(max_bytes=MAX_BYTES)
+
+
 def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonConfig:
     """Return the configuration from the command's options and the YAML file; options take precedence.
 
     Raises:
         ConfigError: The file cannot be read, or a key or a value is wrong; one line for each.
     """
-    config, problems, notes, _ = survey_daemon_config(file, given)
-    if config is None or problems:
-        raise ConfigError("\n".join(problems))
-    for note in notes:
+    loaded = survey_daemon_config(file, given).valid()
+    for note in loaded.notes:
         logger.warning("no effect: %s", note)
-    return config
+    return loaded.config
 
 
-def survey_daemon_config(
-    file: Path | None, given: Mapping[str, Any]
-) -> tuple[DaemonConfig | None, list[str], tuple[str, ...], Origin]:
-    """Return the config from all valid values, and the origin of the file's keys.
-
-    Between them are one line for each error and one for each option without effect. The config is None if the file
-    cannot be read.
-    """
+def survey_daemon_config(file: Path | None, given: Mapping[str, Any]) -> Loaded[DaemonConfig]:
+    """Load the configuration with its origins and its mistakes; arguments as in `load_daemon_config`."""
     problems: list[str] = []
     try:
         content, origin = read_file(file, problems) if file is not None else ({}, Origin("options"))
     except ConfigError as error:
-        return None, [str(error)], (), Origin(str(file))
+        return Loaded(_NOTHING, Origin(str(file)), problems=(str(error),))
     options = {key: value for key, value in given.items() if value is not None}
     content |= options
     places: dict[KeyPath, str] = {(key,): f"--{key.replace('_', '-')}" for key in options}
@@ -162,7 +161,7 @@ def survey_daemon_config(
         else:
             problems += explain([one], keys, origin)
     notes = tuple(f"{origin.at((key,))}: {key}: {why}" for key, why in _NO_EFFECT.items() if key in content)
-    return config, problems, notes, origin
+    return Loaded(config or _NOTHING, origin, notes, tuple(problems))
 
 
 def _tenants_keys(content: Mapping[str, Any]) -> list[str]:
