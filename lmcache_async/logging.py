@@ -14,9 +14,6 @@ class NamedHandler(logging.Handler):
     """Passes records to the handlers of another logger, with the product name before the message.
 
     The handlers are read for each record, so later changes of the other logger take effect.
-
-    Args:
-        target: The other logger, whose format does not show logger names.
     """
 
     def __init__(self, target: logging.Logger) -> None:
@@ -33,13 +30,7 @@ class NamedHandler(logging.Handler):
 
 
 class LimitedLogger:
-    """Logs the first line of a cause at once, and later ones at most once per interval.
-
-    Args:
-        logger: Receives the lines.
-        interval_s: Seconds between two lines of one cause.
-        clock: Monotonic clock in seconds.
-    """
+    """Logs the first line of a cause at once, and later ones at most once per interval."""
 
     _MAX_CAUSES = 1000  # bounds the table, because a cause may contain data
 

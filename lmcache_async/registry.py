@@ -30,19 +30,12 @@ REMOVED_TIERS = {
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """Metadata of one plug-in.
-
-    Attributes:
-        name: Name of the entry point, used in the configuration.
-        distribution: Distribution that contains it.
-        version: Version of the distribution.
-        value: Location of the class, as `package.module:Class`.
-    """
+    """Metadata of one plug-in."""
 
     name: str
     distribution: str
     version: str
-    value: str
+    value: str  # `package.module:Class`
 
     @property
     def bundled(self) -> bool:
@@ -81,14 +74,7 @@ class Registry:
         return dict(sorted(found.items()))
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
-        """Import a plug-in.
-
-        Raises:
-            UnknownPluginError: No plug-in has this name.
-            ConfigError: Two third-party distributions offer the plug-in, or it is not at the location of its
-                entry point.
-            MissingDependencyError: The plug-in needs a package that is not installed.
-        """
+        """Import a plug-in. Of two third-party distributions that offer it, none is used."""
         plugin = self.available(group, third_party=third_party).get(name)
         if plugin is None:
             raise UnknownPluginError(self._unknown(group, name, third_party=third_party))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +48,7 @@ def memory_command(
     from lmcache_async.bench import memory  # imports torch, which --help does not need
 
     settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
-    _run("memory", memory.SUMMARY, memory.run, settings, json_file, rounds, quick)
+    _run(memory, memory.run, settings, json_file, rounds, quick)
 
 
 @bench_command.command("disk")
@@ -69,13 +70,9 @@ def disk_command(
     """Measure stores and retrieves on disk, beside pwrite and pread with O_DIRECT."""
     from lmcache_async.bench import disk  # imports torch, which --help does not need
 
-    given = _settings(
-        disk.QUICK if quick else disk.Settings(),
-        path=None if path is None else str(path),
-        mib=mib,
-        threads=threads,
-    )
-    _run("disk", disk.SUMMARY, disk.run, given, json_file, rounds, quick)
+    base = disk.QUICK if quick else disk.Settings()
+    settings = _settings(base, path=None if path is None else str(path), mib=mib, threads=threads)
+    _run(disk, disk.run, settings, json_file, rounds, quick)
 
 
 @bench_command.command("tier")
@@ -113,7 +110,7 @@ def tier_command(
     except LMCacheAsyncError as error:
         refuse(error)
     measure = partial(tier.run, spec, third_party=third_party)
-    _run("tier", tier.SUMMARY, measure, settings, json_file, rounds, quick)
+    _run(tier, measure, settings, json_file, rounds, quick)
 
 
 def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
@@ -132,14 +129,14 @@ def _settings(base: Any, **given: Any) -> Any:
 
 
 def _run(
-    name: str,
-    summary: str,
+    benchmark: ModuleType,
     measure: Measure,
     settings: Any,
     json_file: Path | None,
     rounds: int | None,
     quick: bool,
 ) -> None:
+    name = benchmark.__name__.rpartition(".")[2]
     try:
         with progress(TimeElapsedColumn()) as bar:
             task = bar.add_task(name, total=None)
@@ -148,7 +145,7 @@ def _run(
                 quick=quick,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-            result = run(name, summary, measure, settings, frame)
+            result = run(name, benchmark.SUMMARY, measure, settings, frame)
     except (LMCacheAsyncError, OSError) as error:
         refuse(error)
     for line in result.lines():

@@ -88,7 +88,7 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     yield "config", LOCAL_S, partial(_check_config, file, registry, read)
     config = read[0] if read else load_config(env={})
     for name, check in machine.CHECKS.items():
-        yield name, LOCAL_S, partial(_one, check, config)
+        yield name, LOCAL_S, partial(lambda check: [check(config)], check)
     yield "restart", LOCAL_S, partial(_check_restart, config, registry)
     for spec in config.tiers:
         try:
@@ -103,10 +103,6 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
                 probe_timeout_s(spec),
                 partial(_named, spec.id, partial(probe_tier, spec, tier)),
             )
-
-
-def _one(check: Callable[[EngineConfig], Check], config: EngineConfig) -> list[Check]:
-    return [check(config)]
 
 
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:

@@ -48,7 +48,12 @@ class StatusClient:
 
     def read(self) -> dict[str, Any]:
         """Return the current status."""
-        code, status = asyncio.run(self._get())
+
+        async def get() -> tuple[int, Any]:
+            async with self._client as client:
+                return await client.ask("GET", self.path)
+
+        code, status = asyncio.run(get())
         if code in {401, 403}:
             wanted = "another token" if self._token else "a token"
             text = f"{self.url} requires {wanted}: set LMCACHE_ASYNC_TOKEN or --token-file"
@@ -58,10 +63,6 @@ class StatusClient:
         if not isinstance(status, dict) or status.get("kind") not in {"engine", "daemon"}:
             raise RequestError(f"{self.url} is not a status page of lmcache-async", permanent=True)
         return status
-
-    async def _get(self) -> tuple[int, Any]:
-        async with self._client as client:
-            return await client.ask("GET", self.path)
 
 
 def _from_file(file: Path) -> str:

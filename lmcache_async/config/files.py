@@ -19,11 +19,7 @@ _MAX_NODES = 20_000
 
 
 def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Read a regular file without waiting; return its content and its mode.
-
-    Raises:
-        OSError: The file cannot be read, is not regular or has more than `max_bytes`; `strerror` has the reason.
-    """
+    """Read a regular file without waiting; return its content and its mode. `strerror` of an OSError has the reason."""
     try:
         file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - closed below
     except ValueError:
@@ -43,15 +39,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_secret_file(path: Path, name: str) -> bytes:
-    """Read a file that other users cannot read.
-
-    Args:
-        path: The file.
-        name: The option that names the file, for messages.
-
-    Raises:
-        ConfigError: The file cannot be read, or all users may read it.
-    """
+    """Read a file that other users cannot read. `name` is the option that names it, for messages."""
     try:
         content, mode = read_bounded(path, MAX_SECRET_BYTES)
     except OSError as error:
@@ -65,11 +53,7 @@ def read_secret_file(path: Path, name: str) -> bytes:
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: Path, key_file: Path | None) -> None:
-    """Load a certificate and its key, which may be in the same file.
-
-    Raises:
-        OSError: A file cannot be used, or the key has a password.
-    """
+    """Load a certificate and its key, which may be in the same file."""
 
     def refuse_password() -> str:  # by default OpenSSL would wait for it at the terminal
         raise OSError("the key has a password; use a key without one")
@@ -78,11 +62,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: Path, key_file: Path | 
 
 
 class YAMLTextError(Exception):
-    """The text is not YAML, or exceeds a limit.
-
-    Attributes:
-        line: Line of the error, from 1; None if it has none.
-    """
+    """The text is not YAML, or exceeds a limit; with the line of the error, if it has one."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -90,14 +70,7 @@ class YAMLTextError(Exception):
 
 
 def read_yaml(text: str) -> tuple[object, YAMLLines]:
-    """Parse YAML with plain data types, limited in size, depth and expanded aliases.
-
-    Returns:
-        The content, None if the text is empty; and the lines of its keys.
-
-    Raises:
-        YAMLTextError: The text is not YAML, or exceeds a limit.
-    """
+    """Parse YAML with plain data types, limited in size, depth and expanded aliases; return the lines of its keys too."""
     if len(text) > MAX_YAML_BYTES:
         raise YAMLTextError(f"the text has {len(text)} characters, more than {MAX_YAML_BYTES}")
     lines = YAMLLines()
@@ -134,11 +107,7 @@ class YAMLLines:
         self._nodes = 0
 
     def visit(self, node: yaml.Node, path: tuple[str | int, ...], key_line: int = 1) -> None:
-        """Add the keys of a node with its aliases expanded.
-
-        Raises:
-            YAMLTextError: The node exceeds a limit.
-        """
+        """Add the keys of a node with its aliases expanded."""
         self._nodes += 1
         if self._nodes > _MAX_NODES:
             raise YAMLTextError(f"it expands to more than {_MAX_NODES} values", key_line)

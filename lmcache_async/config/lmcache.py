@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
@@ -32,13 +32,6 @@ EXTRA_PREFIX = "lmcache."
 _OFF = frozenset({"", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}"})
 
 
-class Supported(NamedTuple):
-    """Our key for a setting of LMCache, and its conversion; None for settings that make up the tiers."""
-
-    key: str
-    convert: Callable[[object], Any] | None
-
-
 _parse_gibibytes = number_parser("a number of GiB above 0", lambda gibibytes: gibibytes * 1024**3 >= 1)
 _parse_milliseconds = number_parser(
     "a number of milliseconds above 0", lambda number: 0 < number <= MAX_SECONDS
@@ -54,21 +47,22 @@ def _milliseconds(value: object) -> float:
     return _parse_milliseconds(value) / 1000
 
 
-SUPPORTED = {
-    "chunk_size": Supported("chunk_size", parse_count),
-    "max_local_cpu_size": Supported("arena.max_bytes", _gibibytes),
-    "local_cpu_use_hugepages": Supported("arena.huge_pages", parse_flag),
-    "save_decode_cache": Supported("store.generated_tokens", parse_flag),
-    "save_unfull_chunk": Supported("store.partial_chunks", parse_flag),
-    "discard_partial_chunks": Supported("store.partial_chunks", lambda value: not parse_flag(value)),
-    "blocking_timeout_secs": Supported("retrieve.timeout_s", parse_seconds),
-    "lookup_timeout_ms": Supported("vllm.lookup_timeout_s", _milliseconds),
-    "pin_timeout_sec": Supported("vllm.lookup_pin_ttl_s", parse_seconds),
-    "local_cpu": Supported("tiers", None),
-    "local_disk": Supported("tiers", None),
-    "max_local_disk_size": Supported("tiers", None),
-    "remote_url": Supported("tiers", None),
+SUPPORTED: dict[str, tuple[str, Callable[[object], Any] | None]] = {
+    "chunk_size": ("chunk_size", parse_count),
+    "max_local_cpu_size": ("arena.max_bytes", _gibibytes),
+    "local_cpu_use_hugepages": ("arena.huge_pages", parse_flag),
+    "save_decode_cache": ("store.generated_tokens", parse_flag),
+    "save_unfull_chunk": ("store.partial_chunks", parse_flag),
+    "discard_partial_chunks": ("store.partial_chunks", lambda value: not parse_flag(value)),
+    "blocking_timeout_secs": ("retrieve.timeout_s", parse_seconds),
+    "lookup_timeout_ms": ("vllm.lookup_timeout_s", _milliseconds),
+    "pin_timeout_sec": ("vllm.lookup_pin_ttl_s", parse_seconds),
+    "local_cpu": ("tiers", None),
+    "local_disk": ("tiers", None),
+    "max_local_disk_size": ("tiers", None),
+    "remote_url": ("tiers", None),
 }
+"""Our key for a setting of LMCache, and its conversion; None for settings that make up the tiers."""
 
 ALIASES = {
     "enable_xpyd": "enable_pd",

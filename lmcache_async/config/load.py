@@ -41,7 +41,7 @@ EXTRA = "kv_connector_extra_config"
 LMCACHE_FILE = VARIABLE_PREFIX + CONFIG_FILE
 _DEFAULTS = Origin("defaults")
 _NOTHING = EngineConfig().model_copy(update={"tiers": ()})
-_ADVICE = {key: f"it is a key of LMCache; use {supported.key}" for key, supported in SUPPORTED.items()}
+_ADVICE = {key: f"it is a key of LMCache; use {ours}" for key, (ours, _) in SUPPORTED.items()}
 
 
 class LoadedConfig(Loaded[EngineConfig]):

@@ -38,11 +38,7 @@ def check_one_source(text: SecretStr | None, file: Path | None, text_name: str, 
 def read_secrets(
     text: SecretStr | None, file: Path | None, text_name: str, file_name: str
 ) -> tuple[bytes, ...]:
-    """Return the keys of the text or of the file, in order; none if neither is given.
-
-    Raises:
-        ConfigError: The file cannot be used, or a key is malformed. No message contains a key.
-    """
+    """Return the keys of the text or of the file, in order; none if neither is given. No message contains a key."""
     if text is not None:
         return _parse_keys(text.get_secret_value(), text_name)
     if file is None:

@@ -63,11 +63,7 @@ class Setting:
         return spell_path(self.path)
 
     def parsed(self, parse: Callable[[object], Any]) -> Any:
-        """Parse the value.
-
-        Raises:
-            ConfigError: The value is invalid.
-        """
+        """Parse the value."""
         try:
             return parse(self.value)
         except ValueError as error:
@@ -167,9 +163,6 @@ def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict
 
     Keys that are set twice are added to `problems`; the last value counts. `named_by` is the option or variable that
     names the file, for messages.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not a YAML mapping.
     """
     try:
         content, lines = read_yaml(read_bounded(path, MAX_YAML_BYTES)[0].decode("utf-8"))

@@ -64,17 +64,14 @@ EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Places of the keys of a configuration or of a part of it.
+    """Places of the keys of a configuration, or of the part of it to which the keys are relative.
 
-    Attributes:
-        name: Place of keys without their own: a file, a variable, an option or `kv_connector_extra_config`.
-        places: Place of each key that is set, with the line in a file. It is the place of keys below it too.
-        part: The part of the configuration to which keys are relative, such as `tiers[1] (disk)`; "" for all.
+    A place is a file with a line, a variable, an option or `kv_connector_extra_config`; it is that of keys below it too.
     """
 
-    name: str
+    name: str  # place of keys without their own
     places: Mapping[KeyPath, str] = field(default_factory=dict)
-    part: str = ""
+    part: str = ""  # such as `tiers[1] (disk)`; "" for all
 
     def at(self, path: KeyPath) -> str:
         """Return the place of a key and `part`."""
@@ -99,26 +96,15 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[ModelT]):
-    """A configuration with the origins of its values.
-
-    Attributes:
-        config: The configuration; if there are problems, with the valid values only.
-        origin: Place of each key that is set; `own_place` returns None for a default.
-        notes: A line for each setting that has no effect.
-        problems: A line for each mistake.
-    """
+    """A configuration with the origins of its values. With problems it has the valid values only."""
 
     config: ModelT
     origin: Origin
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # settings without effect
+    problems: tuple[str, ...] = ()  # a line for each mistake
 
     def valid(self) -> Self:
-        """Return the configuration without problems.
-
-        Raises:
-            ConfigError: There are problems.
-        """
+        """Return the configuration without problems."""
         if self.problems:
             raise ConfigError("\n".join(self.problems))
         return self
@@ -200,12 +186,10 @@ def show(value: object, key: str = "") -> str:
 
 
 def disagree(message: str, *keys: str) -> PydanticCustomError:
-    """Return an error for values that are valid alone and invalid together.
+    """Return an error for values that are valid alone and invalid together: the contradiction and what to do.
 
-    Args:
-        message: The contradiction, and what to do.
-        keys: All keys that take part, in dotted form, relative to the model. The message is placed at the first
-            one that is set. If one of them is invalid by itself, only that mistake is reported.
+    `keys`, in dotted form, take part in it. The message is placed at the first one that is set. If one of them is invalid
+    by itself, only that mistake is reported.
     """
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 

@@ -51,13 +51,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a server.
-
-    Attributes:
-        host: Name or IP address; "" for a Unix socket.
-        port: Port; 0 for a Unix socket.
-        path: Path of the Unix socket; "" for TCP.
-    """
+    """Address of a server: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -210,15 +204,7 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_endpoint(text: str, port: int | None = None) -> Endpoint:
-    """Parse `name:port` or `[address]:port`.
-
-    Args:
-        text: The address.
-        port: Default port; None if the text must have one.
-
-    Raises:
-        ValueError: The text has another form, or no port.
-    """
+    """Parse `name:port` or `[address]:port`."""
     try:
         parts = urlsplit(f"x://{text.strip()}")
         host, given = parts.hostname, port if parts.port is None else parts.port
