@@ -16,32 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatistics:
-    """Statistics of a `ByteBudget`.
+    """Statistics of a `ByteBudget`. The last two count all reservations so far, the peak is the maximum so far."""
 
-    Attributes:
-        max_bytes: Bytes that may be reserved now: the whole budget, or the lower value of `limit`.
-        used_bytes: Reserved bytes.
-        peak_bytes: Maximum of `used_bytes` so far.
-        waiting: Reservations that are waiting.
-        waited: Reservations that had to wait since the budget was created, with any outcome.
-        refused: Reservations that failed with BudgetExceededError.
-    """
-
-    max_bytes: int
+    max_bytes: int  # the whole budget, or the lower value of `limit`
     used_bytes: int
     peak_bytes: int
     waiting: int
     waited: int
-    refused: int
+    refused: int  # with BudgetExceededError
 
 
 class ByteBudget:
     """Limit on the bytes in use. Used on the thread of one event loop.
 
     Reservations are served in FIFO order, so smaller ones never overtake a large one.
-
-    Args:
-        max_bytes: Bytes of the whole budget.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -78,13 +66,7 @@ class ByteBudget:
         return True
 
     async def reserve(self, nbytes: int, *, timeout_s: float) -> None:
-        """Reserve bytes, waiting for releases if necessary.
-
-        If the call is cancelled, nothing is reserved.
-
-        Args:
-            nbytes: Bytes to reserve.
-            timeout_s: Longest wait in seconds.
+        """Reserve bytes, waiting for releases if necessary. If the call is cancelled, nothing is reserved.
 
         Raises:
             BudgetExceededError: The reservation timed out, or (at once) exceeds the whole budget.

@@ -38,10 +38,7 @@ class Slab:
     """Fixed piece of a region, with a lease count.
 
     Args:
-        region: Region that contains the slab.
         index: Number of the slab, chosen by the owner.
-        nbytes: Bytes of the slab.
-        owner: Receives the events of the slab.
         offset: Byte offset in the region; None for consecutive slabs of one size.
         common: The memory has readers other than the leases, such as other processes.
     """

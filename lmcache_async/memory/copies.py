@@ -55,13 +55,7 @@ class FasterWay:
         return not faster if self._turns % self.AGAIN == 0 else faster
 
     def note(self, *, stream: bool, nbytes: int, seconds: float) -> None:
-        """Record the measurement of one batch.
-
-        Args:
-            stream: The batch bypassed the caches.
-            nbytes: Bytes of the batch.
-            seconds: CPU time of all threads.
-        """
+        """Record the CPU time of all threads for one batch."""
         if nbytes < STREAM_BYTES:
             return
         self._trials[stream] += 1
@@ -72,11 +66,9 @@ class FasterWay:
 
 
 def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
-    """Copy all of `source` to `target`.
+    """Copy all of `source` to `target`, which must have its length and not overlap it.
 
     Args:
-        target: uint8 of the same length, not overlapping `source`.
-        source: uint8 of shape (num_bytes,).
         stream: Bypass the CPU caches, if the compiled module is installed.
 
     Raises:

@@ -41,9 +41,6 @@ _STEP = 256 << 10  # bytes encrypted per call, about 30 µs: the longest time th
 class RecordCipher:
     """Encrypts records with the first key and decrypts records of all keys. Call it in worker threads.
 
-    Args:
-        keys: Keys of 32 bytes each.
-
     Raises:
         ConfigError: There is no key, or a key of another length.
         MissingDependencyError: The package cryptography is not installed.
@@ -62,12 +59,7 @@ class RecordCipher:
         return self._first.id.hex()
 
     def encrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
-        """Encrypt a sealed record.
-
-        Args:
-            record: The sealed record.
-            into: Memory for the encrypted record, of the same length, not overlapping `record`.
-            key: Key of the chunk, which the tag covers.
+        """Encrypt a sealed record into memory of the same length that does not overlap it. The tag covers `key`.
 
         Raises:
             ValueError: The lengths differ, or the header has no room for the envelope.
@@ -88,17 +80,11 @@ class RecordCipher:
         _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, checksum, cipher.tag)
 
     def decrypt(self, record: memoryview, into: memoryview, key: ChunkKey) -> None:
-        """Decrypt a record.
-
-        Args:
-            record: The encrypted record.
-            into: Memory for the sealed record, of the same length; may be `record` itself. Its content is
-                undefined after an error.
-            key: Key of the chunk.
+        """Decrypt a record into memory of the same length, which may be that of the record.
 
         Raises:
             ChunkCorruptError: The record is not encrypted, encrypted with another key, of another chunk, or
-                incomplete or changed.
+                incomplete or changed. The content of `into` is undefined.
         """
         header_bytes, record_bytes = peek_sizes(record)
         _, version, _, envelope_bytes, _, key_id, nonce, _, tag = _ENVELOPE.unpack_from(record)

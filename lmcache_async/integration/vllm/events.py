@@ -29,19 +29,13 @@ MAX_NOTICES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tier has stored a full chunk.
-
-    Attributes:
-        parent: Key of the chunk before it; empty for the first one of a prompt.
-        tokens: Token ids, int32 in native byte order.
-        lora_name: Name of the adapter; empty without one.
-    """
+    """A tier has stored a full chunk."""
 
     tier: str
     key: bytes
-    parent: bytes
-    tokens: bytes
-    lora_name: str
+    parent: bytes  # key of the chunk before it; empty for the first one of a prompt
+    tokens: bytes  # int32 in native byte order
+    lora_name: str  # empty without an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Notices:
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
         self._known: dict[ChunkKey, tuple[bytes, Tokens, str]] = {}
-        self._new: deque[Notice] = deque()
+        self._new: deque[Notice] = deque(maxlen=MAX_NOTICES)
 
     def know(self, chunks: Sequence[Chunk], parent: bytes, lora_name: str | None) -> None:
         """These consecutive chunks will be stored, or loaded and perhaps promoted to faster tiers.
@@ -100,9 +94,8 @@ class Notices:
         return tuple(taken)
 
     def _add(self, notice: Notice) -> None:
-        if len(self._new) >= MAX_NOTICES:
+        if len(self._new) == self._new.maxlen:
             logger.report("full", "vLLM took no KV events; the oldest of %d are dropped", MAX_NOTICES)
-            self._new.popleft()
         self._new.append(notice)
 
 

@@ -20,11 +20,9 @@ class KVGroup:
 
     Attributes:
         index: Position in vLLM's list of groups, and of the group's table among those of a request.
-        block_size: Tokens per block.
         window: Tokens that a query attends to, itself included; 0 without a sliding window.
         local: Tokens of an attention chunk, which queries do not look beyond; 0 without chunked local attention.
         state: Description of the recurrent state (Mamba, GDN, KDA), of which a block holds one; "" without.
-        layers: Names of the layers.
     """
 
     index: int
@@ -62,18 +60,11 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """A part of the KV heads of a model. A rank has one or more, each with an engine and records of its own.
+    """A part of the KV heads of a model. A rank has one or more, each with an engine and records of its own."""
 
-    Attributes:
-        index: Number of the shard in the model.
-        shards: Number of shards of the model.
-        position: Number of the shard among those of its rank.
-        shards_of_rank: Number of shards of each rank.
-    """
-
-    index: int
+    index: int  # in the model, which has `shards`
     shards: int
-    position: int
+    position: int  # in its rank, which has `shards_of_rank`
     shards_of_rank: int
 
     def of_heads(self, heads: int) -> tuple[int, int]:

@@ -151,17 +151,11 @@ class RequestKeys:
         These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own. `before` is
         `keys_before(boundary)`, which is the same for all groups.
         """
-        identity = self.identity
         tokens = np.frombuffer(self.packed_tokens(group.first_needed(boundary), boundary), np.int32)
         packed = []
         for rank, key in enumerate(before or self.keys_before(boundary)):
             own = self._group_roots[rank][group.index]
-            hasher = ChunkHasher(
-                boundary_root(own, key, identity.algorithm, self._hash_key),
-                chunk_size=identity.chunk_size,
-                algorithm=identity.algorithm,
-                hash_key=self._hash_key,
-            )
+            hasher = self._hasher(boundary_root(own, key, self.identity.algorithm, self._hash_key))
             keys: list[bytes] = [*hasher.extend_keys(tokens)]
             if (tail := hasher.tail()) is not None:
                 keys.append(tail.key)
@@ -179,25 +173,11 @@ class RequestKeys:
 
     def keys_before(self, boundary: int) -> Sequence[bytes]:
         """Per rank, the key of the full or partial chunk that ends at `boundary`, which is hashed."""
-        identity = self.identity
-        if known := self.keys_at(boundary, identity.chunk_size):
+        chunk_size = self.identity.chunk_size
+        if known := self.keys_at(boundary, chunk_size):
             return known
-        full, rest = divmod(boundary, identity.chunk_size)
-        before = [self.key(rank, full - 1) if full else root for rank, root in enumerate(self._roots)]
-        tokens: Tokens = np.frombuffer(self.packed_tokens(boundary - rest, boundary), np.int32)
-        return [
-            partial_candidates(
-                key,
-                tokens,
-                start=boundary - rest,
-                unit=rest,
-                chunk_size=identity.chunk_size,
-                algorithm=identity.algorithm,
-                hash_key=self._hash_key,
-                extras=self.extras,
-            )[0].key
-            for key in before
-        ]
+        chunk, unit = divmod(boundary, chunk_size)
+        return [candidates[0].key for candidates in self._partials(chunk, unit, boundary)]
 
     def keys_at(self, num_tokens: int, chunk_size: int) -> tuple[bytes, ...]:
         """Per rank, the key of the chunk that ends after `num_tokens` tokens; empty if there is none yet."""
@@ -238,11 +218,10 @@ class RequestKeys:
         hash_key: bytes = b"",
         group_roots: Sequence[Sequence[bytes]] = (),
     ) -> None:
-        """Start hashing.
+        """Start hashing. Ranks with equal roots are hashed once.
 
         Args:
-            roots: The root of each rank for this request. Ranks with equal roots are hashed once.
-            identity: Identity of the first rank.
+            roots: The root of each rank for this request.
             request_namespace: Label of the request's namespace, stored in records.
             group_roots: Per rank, the roots of the namespaces of the KV groups.
         """
@@ -250,16 +229,7 @@ class RequestKeys:
         self._group_roots = tuple(map(tuple, group_roots))
         self._hash_key = hash_key
         self._roots = tuple(roots)
-        self._hashers = {
-            root: ChunkHasher(
-                root,
-                chunk_size=identity.chunk_size,
-                algorithm=identity.algorithm,
-                hash_key=hash_key,
-                extras=self.extras,
-            )
-            for root in roots
-        }
+        self._hashers = {root: self._hasher(root, self.extras) for root in roots}
         self.request_namespace = request_namespace
         self.keys = (b"",) * len(roots)
 
@@ -292,23 +262,36 @@ class RequestKeys:
 
     def hole_candidates(self, chunk: int) -> list[list[Chunk]]:
         """Per rank, the partial chunks that may be stored in place of the full chunk with index `chunk`."""
+        return self._partials(chunk, self.identity.block_size, (chunk + 1) * self.identity.chunk_size)
+
+    def _partials(self, chunk: int, unit: int, stop: int) -> list[list[Chunk]]:
+        """Per rank, the partial chunks of multiples of `unit` tokens up to `stop`, in place of a full chunk."""
         identity = self.identity
         start = chunk * identity.chunk_size
-        tokens: Tokens = np.frombuffer(self.packed_tokens(start, start + identity.chunk_size), np.int32)
+        tokens: Tokens = np.frombuffer(self.packed_tokens(start, stop), np.int32)
         made = {
             root: partial_candidates(
                 self.key(self._roots.index(root), chunk - 1) if chunk else root,
                 tokens,
                 start=start,
-                unit=identity.block_size,
+                unit=unit,
                 chunk_size=identity.chunk_size,
                 algorithm=identity.algorithm,
                 hash_key=self._hash_key,
                 extras=self.extras,
             )
-            for root in self._hashers
+            for root in self._hashers  # ranks with equal roots have equal keys
         }
         return [made[root] for root in self._roots]
+
+    def _hasher(self, root: bytes, extras: Sequence[Extra] = ()) -> ChunkHasher:
+        return ChunkHasher(
+            root,
+            chunk_size=self.identity.chunk_size,
+            algorithm=self.identity.algorithm,
+            hash_key=self._hash_key,
+            extras=extras,
+        )
 
     def _new_keys(self, hasher: ChunkHasher, piece: Tokens) -> bytes:
         if not self.extras:

@@ -173,21 +173,13 @@ def _weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Length and costs of a hit.
+    """Length and costs of a hit."""
 
-    Attributes:
-        costs: Costs of loading the hit's full chunks.
-        tokens: Tokens of the hit, including a partial chunk at its end.
-        local_tokens: Leading tokens in vLLM's own prefix cache.
-        asked_tokens: Tokens of the request.
-        divisible: A leading part of the hit can be loaded alone.
-    """
-
-    costs: Costs
-    tokens: int
-    local_tokens: int
+    costs: Costs  # of the full chunks
+    tokens: int  # including a partial chunk at the end
+    local_tokens: int  # in vLLM's own prefix cache
     asked_tokens: int
-    divisible: bool = True
+    divisible: bool = True  # a leading part can be loaded alone
 
 
 @dataclass(frozen=True, slots=True)
