@@ -6,6 +6,7 @@ once per cause and interval, and becomes a miss or a dropped store.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
@@ -24,7 +26,7 @@ from lmcache_async.logging import LimitedLogger, NamedHandler
 from lmcache_async.metrics.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from vllm.distributed.kv_events import KVCacheEvent
 
@@ -56,12 +58,13 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
         elif role == KVConnectorRole.SCHEDULER:
-            _recompute_failed_loads(vllm_config.kv_transfer_config)
+            configs = _configs_of_scheduler(vllm_config.kv_transfer_config)
+            _recompute_failed_loads(configs)
             from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
             self.scheduler = SchedulerConnector.of_vllm(vllm_config, kv_cache_config)
             if self.scheduler.roles.loads:
-                _defer_frees(vllm_config.kv_transfer_config)
+                _defer_frees(configs)
         else:
             from lmcache_async.integration.vllm.worker import WorkerConnector
 
@@ -284,23 +287,41 @@ def _log_to_vllm() -> None:
         ours.setLevel(theirs.level)
 
 
-def _recompute_failed_loads(kv_transfer_config: Any) -> None:
+def _configs_of_scheduler(own: Any) -> list[Any]:
+    """The connector's `kv_transfer_config`, and those of the MultiConnectors that are creating it.
+
+    The scheduler reads that of the outermost one, of which a child has no reference.
+    """
+    configs, frame = [own], inspect.currentframe()
+    while frame is not None:
+        creator = frame.f_locals.get("self")
+        if isinstance(creator, MultiConnector):
+            configs.append(creator._vllm_config.kv_transfer_config)
+        frame = frame.f_back
+    return configs
+
+
+def _recompute_failed_loads(kv_transfer_configs: Sequence[Any]) -> None:
     """Make a failed load a miss and never a failed request, whatever vLLM's default is.
 
     The scheduler reads the policy after it has created the connector.
     """
-    if kv_transfer_config.kv_load_failure_policy != "recompute":
-        kv_transfer_config.kv_load_failure_policy = "recompute"
+    changed = [each for each in kv_transfer_configs if each.kv_load_failure_policy != "recompute"]
+    for config in changed:
+        config.kv_load_failure_policy = "recompute"
+    if changed:
         logger.log(
             logging.INFO, "policy", "kv_load_failure_policy is set to recompute: a failed load is a miss"
         )
 
 
-def _defer_frees(kv_transfer_config: Any) -> None:
+def _defer_frees(kv_transfer_configs: Sequence[Any]) -> None:
     """Prevent vLLM from giving blocks of a running step to a load. A producer of ours loads too.
 
     The scheduler defers frees only for consumers, and reads the role after it has created the connector.
     """
-    if not kv_transfer_config.is_kv_consumer:
-        kv_transfer_config.kv_role = "kv_both"
+    changed = [each for each in kv_transfer_configs if not each.is_kv_consumer]
+    for config in changed:
+        config.kv_role = "kv_both"
+    if changed:
         logger.log(logging.INFO, "role", "kv_role is set to kv_both, because a kv_producer loads too")

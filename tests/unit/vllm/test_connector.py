@@ -10,6 +10,7 @@ import multiprocessing
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,14 +193,17 @@ def test_layers_are_awaited_only_where_a_steps_end_is_known_before_the_next_one(
     assert layerwise_tokens(ours, config) == tokens
 
 
-def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup):
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
+def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup, multi: bool):
+    setup = replace(setup, multi=multi, kv_role="kv_producer")
     config = vllm_config(setup)
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
 
-    connector = LMCacheAsyncConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(setup))
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_cache_config(setup))
     connector.shutdown()
 
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.kv_transfer_config.is_kv_consumer  # for which vLLM defers frees
     assert connector.requires_kv_delivery is False  # a lost store is a later miss
 
 
