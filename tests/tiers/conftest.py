@@ -10,6 +10,7 @@ from lmcache_async.testing.records import SLAB_BYTES, small_arena
 from tests.support.mooncake_pool import running
 from tests.support.processes import started
 from tests.support.s3_server import S3Server
+from tests.tiers.disk_child import Children
 
 
 @pytest.fixture
@@ -32,6 +33,14 @@ def allocate(arena):
 @pytest.fixture
 def config(tmp_path):
     return DiskConfig(path=tmp_path / "kv", max_bytes=16 * SLAB_BYTES)
+
+
+@pytest.fixture(scope="module")
+def children():
+    """Runs functions of tests.tiers.disk_child in child processes."""
+    children = Children()
+    yield children
+    children.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -186,28 +185,8 @@ def _in_forked_child(rig: Rig) -> None:
         os._exit(status)
 
 
-def small_files(path: str) -> None:
-    """Limit files to two pages, then remove the limit."""
-
-    async def do() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        rig = Rig(DiskConfig(path=path, max_bytes=1 << 20))
-        async with rig.tier:
-            say(await rig.put(1))
-            fds = open_fds()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-            say(f"{await rig.put(2)} {await rig.get(1)}")
-            assert open_fds() == fds
-            rig.check()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            say(f"{await rig.put(2)} {await rig.get(2)} {await rig.get(1)}")
-            rig.check()
-
-    asyncio.run(do())
-
-
 def full_disk(path: str) -> None:
-    """A file system much smaller than the tier's limit, or a limit on file size if mounting is not permitted."""
+    """A file system much smaller than the tier's limit, if mounting is permitted."""
 
     async def do(root: Path, mounted: bool) -> None:
         rig = Rig(DiskConfig(path=root / "kv", max_bytes=64 * SLAB_BYTES))
