@@ -26,18 +26,6 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
     def tier(self):
         return CPUTier(CPUConfig())
 
-    async def test_use_while_closed_is_an_error(self, tier, arena, allocate):
-        tier.bind(arena)
-        with record(arena, 1) as buffer:
-            with pytest.raises(TierClosedError):
-                await tier.put(key_of(1), buffer)
-            async with tier:
-                await tier.put(key_of(1), buffer)
-            with pytest.raises(TierClosedError):
-                await tier.put(key_of(1), buffer)
-        with pytest.raises(TierClosedError):
-            await tier.get(key_of(1), allocate)
-
     async def test_put_and_get_share_one_slab(self, opened, arena):
         with record(arena, 1) as buffer:
             await opened.put(key_of(1), buffer)

@@ -117,15 +117,6 @@ async def test_records_that_fail_verification_are_rejected_with_the_cause(keepin
         assert tier.statistics().bytes == bytes_in(keeping.root) == 0
 
 
-async def test_without_the_option_a_rejected_record_is_deleted(config, arena):
-    async with DiskTier(config) as tier:
-        await put(tier, arena, 1)
-        assert await tier.reject(key_of(1), "checksum")
-
-        assert not path_of(config, 1).exists()
-        assert kept(config) == {}
-
-
 async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping, arena):
     keeping = keeping.model_copy(update={"max_quarantine_bytes": 2 * RECORD_BYTES})
     async with DiskTier(keeping) as tier:

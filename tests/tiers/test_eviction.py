@@ -101,18 +101,6 @@ def test_a_batch_without_its_beginning_still_goes_suffix_first(forest, data):
     assert policy.evict(len(prompt) - first, anyone) == prompt[first:][::-1]
 
 
-def test_chunks_read_one_by_one_after_a_lookup_go_suffix_first():
-    policy = LRUPolicy()
-    prompt = [key(i) for i in range(6)]
-    policy.touch(prompt)
-    for chunk in prompt:
-        policy.add(chunk, 1)
-    for chunk in prompt:
-        policy.touch([chunk])
-
-    assert policy.evict(6, anyone) == prompt[::-1]
-
-
 def test_a_prefix_shared_by_two_requests_outlives_both_suffixes():
     policy = LRUPolicy()
     shared = [key(0), key(1)]

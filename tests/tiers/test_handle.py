@@ -73,16 +73,6 @@ async def test_a_late_call_that_cannot_be_stopped_keeps_its_lease_until_it_has_e
     assert inner.records[KEY] == b"0123456789"
 
 
-async def test_a_put_that_has_ended_holds_nothing(arena):
-    tier = guard(DictTier())
-    buffer = arena.lease_nowait(10)
-
-    await tier.put(KEY, buffer)
-
-    buffer.release()
-    assert arena.statistics().leased_slabs == 0
-
-
 async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
     inner = DictTier()
     inner.records[KEY] = b"abc"

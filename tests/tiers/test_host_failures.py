@@ -91,18 +91,6 @@ class Frozen:
         self._go_on.set()
 
 
-async def test_a_lease_keeps_its_record_while_the_pool_is_written_over(daemon, tier, arena, allocate):
-    await put(tier, arena, 1)
-    got = await tier.get(key_of(1), allocate)
-    assert got is not None
-    assert await tier.remove(key_of(1))
-    churn(daemon)
-    check_record(got, 1)
-    assert daemon.leases("t") == (1, 0)
-    got.release()
-    await daemon.until_leases((0, 0), "t")
-
-
 async def test_an_array_that_outlives_its_lease_keeps_the_record(daemon, tier, arena, allocate):
     await put(tier, arena, 1)
     got = await tier.get(key_of(1), allocate)

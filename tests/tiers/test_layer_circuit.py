@@ -41,19 +41,6 @@ def state(circuit: Circuit, now: float) -> CircuitState:
     return circuit.statistics(now).state
 
 
-def test_failures_are_forgotten_after_a_time_and_when_it_closes():
-    circuit = Circuit(RULES, OVERDUE_S)
-    for now in (0, 1, 31):
-        call(circuit, now, failed=True)
-
-    assert state(circuit, 31) is CircuitState.CLOSED  # the first one is 31 s old
-    call(circuit, 31, failed=True)
-    assert state(circuit, 31) is CircuitState.OPEN
-    for failed in (False, False, True, True):  # two probes, and two calls in a new window
-        call(circuit, 35, failed=failed)
-    assert state(circuit, 35) is CircuitState.CLOSED
-
-
 def test_open_it_refuses_until_the_pause_is_over_then_lets_a_few_pass():
     circuit = opened()
 

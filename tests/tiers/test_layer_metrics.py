@@ -9,7 +9,6 @@ import pytest
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.metrics.metrics import CallMetrics
 from lmcache_async.metrics.series import CALL_BUCKETS_S
-from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.tiers.middleware.base import LayerConfig
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from tests.tiers.layered import (
@@ -136,16 +135,3 @@ async def test_a_snapshot_does_not_change():
 
     assert before.verbs["contains_many"].calls == 1
     assert sum(before.verbs["contains_many"].latency) == 1
-
-
-async def test_a_get_from_the_arena_is_a_lease_of_the_same_slab(arena):
-    tier = LayeredTier(CPUTier(CPUConfig()), MetricsLayer(LayerConfig(), context()))
-    tier.bind(arena)
-    async with tier:
-        [item] = chunks(arena, 1)
-        await tier.put(*item)
-        got = await tier.get(item[0], allocator(arena))
-        assert got is not None
-        assert got.address == item[1].address
-        got.release()
-        item[1].release()

@@ -1,21 +1,27 @@
-"""The mooncake tier: the contract, against a real master and a store in another process."""
+"""The mooncake tier with a real master and a store in another process: the contract, and a comparison with a dict."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import uvloop
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.conformance.base import TierRig, in_time
+from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import ChunkKey
-from tests.support.mooncake_pool import make_config, replace
+from tests.support.mooncake_pool import MooncakePool, make_config, replace
+from tests.support.thorough import machine_settings
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -46,6 +52,36 @@ class TestMooncakeTier(TierConformance):
 
     async def damage(self, tier: MooncakeTier, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
         return replace(tier._store, tier.config.prefix + key.hex(), edit)
+
+
+class MooncakeMachine(TierMachine):
+    loop_factory = staticmethod(uvloop.new_event_loop)
+    pool: ClassVar[MooncakePool]
+    client: ClassVar[MooncakeDistributedStore]
+    batch_bytes = 200_000
+    threads = 4
+
+    @rule(batch_bytes=st.sampled_from([1, 100_000, 1 << 20]), threads=st.integers(1, 4))
+    def restart_with(self, batch_bytes: int, threads: int) -> None:
+        self.batch_bytes, self.threads = batch_bytes, threads
+        self.restart()
+
+    def make_tier(self, directory: Path, max_bytes: int | None) -> MooncakeTier:
+        del max_bytes  # the pool's own limit applies
+        prefix = f"{directory.name}/"
+        config = make_config(self.pool, prefix=prefix, batch_bytes=self.batch_bytes, threads=self.threads)
+        return MooncakeTier(config, store=self.client)
+
+    async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        return replace(self.client, self.tier.config.prefix + key.hex(), edit)
+
+
+class TestMooncakeMachine(MooncakeMachine.TestCase):  # type: ignore[misc,name-defined]
+    settings = machine_settings(25)
+
+    @pytest.fixture(autouse=True)
+    def _pool(self, mooncake_pool, client):
+        MooncakeMachine.pool, MooncakeMachine.client = mooncake_pool, client
 
 
 class Store:

@@ -1,18 +1,24 @@
-"""The s3 tier: the contract, against a real S3 server and against other stores of the same client."""
+"""The s3 tier: the contract and a comparison with a dict, with a real server and other stores of the same client."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import uvloop
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 from obstore.store import LocalStore, ObjectStore
 
 from lmcache_async.plugins.s3 import S3Config, S3Tier
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance import TierConformance
+from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
-from tests.support.s3_server import edit_object
+from tests.support.s3_server import S3Server, edit_object
+from tests.support.thorough import machine_settings
 
 
 class S3Conformance(TierConformance):
@@ -56,3 +62,33 @@ class TestOverFiles(S3Conformance):
 
     def reopen(self, tier: S3Tier) -> S3Tier:
         return S3Tier(tier.config, store=tier._store)
+
+
+class S3Machine(TierMachine):
+    server: ClassVar[S3Server]
+    loop_factory = staticmethod(uvloop.new_event_loop)
+    late_effects = True
+
+    @rule(part_bytes=st.sampled_from([4096, 20_000, 1 << 20]))
+    def restart_with(self, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
+        self.restart()
+
+    def make_tier(self, directory: Path, max_bytes: int | None) -> S3Tier:
+        del max_bytes  # a bucket has no limit
+        self.config: S3Config = self.server.config(part_bytes=getattr(self, "part_bytes", 1 << 20))
+        url = f"{self.config.url.rpartition('/')[0]}/{directory.name}"
+        self.config = self.config.model_copy(update={"url": url})
+        return S3Tier(self.config)
+
+    async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
+        await edit_object(open_store(self.config), key, edit)
+        return True
+
+
+class TestS3Machine(S3Machine.TestCase):  # type: ignore[misc,name-defined]
+    settings = machine_settings(8)
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server):
+        S3Machine.server = s3_server

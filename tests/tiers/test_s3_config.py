@@ -49,19 +49,6 @@ def test_wrong_options_are_refused_by_name(options, complaint):
     assert SECRET not in str(caught.value)
 
 
-def test_all_spellings_of_options_are_accepted():
-    config = S3Config.model_validate(
-        {"url": "s3://b", "part_bytes": "16MiB", "concurrency": "32", "path_style": "no", "region": "none"}
-    )
-
-    assert (config.part_bytes, config.concurrency, config.path_style, config.region) == (
-        16 << 20,
-        32,
-        False,
-        None,
-    )
-
-
 def test_secrets_are_in_no_text(tmp_path):
     tier = {
         "name": "s3",

@@ -508,16 +508,6 @@ async def test_a_closing_cancelled_at_any_step_still_closes_every_tier(arena, st
     assert arena.statistics().leased_slabs == 0
 
 
-async def test_queued_chunks_are_written_before_the_tiers_are_closed(arena):
-    tier = TurningTier()
-    async with Opened(arena, tier) as stack:
-        items = filled(arena, range(4))
-        await stack.write(items, lambda position, cause: None)
-        release(buffer for _, buffer in items)
-
-    assert len(tier.records) == 4
-
-
 @in_virtual_time
 async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
     ended = asyncio.Event()
