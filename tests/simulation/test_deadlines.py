@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
@@ -163,12 +162,3 @@ def test_closing_writes_the_whole_queue_of_a_slow_tier_by_default():
     assert 15 < queued <= 20
     assert len(kept) == written + queued
     assert seconds < default
-
-
-def test_the_copier_is_the_real_one():
-    assert isinstance(run(copier_of_an_engine), CpuCopier)
-
-
-async def copier_of_an_engine():
-    async with Rig().open() as engine:
-        return engine.copier

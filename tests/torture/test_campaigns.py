@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.support import forked_python
 from tools.torture import __main__ as main
 from tools.torture import churn, flips, fuzz, kill, simulate
 from tools.torture.options import Options
-from tools.torture.outcome import MAX_PROBLEMS, Outcome
+from tools.torture.outcome import Outcome
 from tools.torture.trend import Sample, trend
 
 ROOT = Path(__file__).parents[2]
@@ -196,15 +195,6 @@ def test_a_trend_is_the_line_and_the_difference_of_quarters():
         trend(range(7), [1.0] * 7)
 
 
-def test_only_the_first_problems_are_kept():
-    outcome = Outcome("x")
-    for number in range(MAX_PROBLEMS + 5):
-        outcome.problem(f"{number}")
-
-    assert outcome.aborted
-    assert len(outcome.problems) == MAX_PROBLEMS
-
-
 def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path):
     path = tmp_path / "build" / "figures.json"
     arguments = ["flips", "--damages", "5", "--seed", "1", "--json", str(path)]
@@ -236,13 +226,3 @@ def test_a_campaign_that_fails_itself_is_a_problem(monkeypatch):
 
     assert outcome.name == "flips"
     assert "FileNotFoundError: no such record" in outcome.problems[0]
-
-
-def test_an_unknown_campaign_is_refused_with_the_names(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tools.torture", "flip"])
-
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-
-    assert ended.value.code == 2
-    assert "there is no campaign flip; there are: kill, flips" in capsys.readouterr().err
