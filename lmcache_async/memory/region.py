@@ -46,12 +46,9 @@ class Region:
     that no slab extends over two pinned ranges; CUDA rejects a copy across two ranges.
 
     Args:
-        nbytes: Bytes of the mapping; a multiple of the page size.
         grain_bytes: Bytes of the unit of copies (a slab).
         pin: Pin the memory for CUDA; no effect without CUDA.
         pin_device: CUDA device for pinning; None for the current device of the calling thread.
-        huge_pages: Request transparent huge pages.
-        prefault: Fault the pages in before their first use.
         fd: Memory file to map, shared with other processes; the caller may close it afterwards. None for
             private memory, which is zeroed.
 

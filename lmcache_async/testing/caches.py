@@ -28,12 +28,8 @@ class CacheForm:
 
     Attributes:
         order: Physical order of the dimensions: one of VLLM_ORDERS, or of SLOT_ORDERS for plain tensors.
-        granularity: Unit of a row: `block` or `token`.
-        layers: Number of layers with a tensor of their own.
-        heads: KV heads.
         tokens: Tokens of a block.
         content: Elements of one token and head.
-        dtype: Element type.
         padding: Unused elements after each block; views only.
         separate: Each layer has its own storage.
         shared_layers: Number of additional layers that alias the first one.
@@ -58,13 +54,7 @@ class CacheForm:
     first_head: int = 0
 
     def build(self, num_blocks: int, *, seed: int = 0, device: str = "cpu") -> PagedCache:
-        """Allocate a cache of this layout and fill its storages with random bytes.
-
-        Args:
-            num_blocks: Number of blocks.
-            seed: Seed of the random bytes.
-            device: torch device of the storages.
-        """
+        """Allocate a cache of this layout and fill its storages with random bytes."""
         count = 1 if self.separate else self.layers
         shape, strides, elements = self._geometry(num_blocks, count)
         storages, tensors = [], []
@@ -112,19 +102,12 @@ class CacheForm:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """A paged cache.
-
-    Attributes:
-        form: Layout of the cache.
-        num_blocks: Number of blocks.
-        tensors: One tensor for each layer.
-        storages: All memory of the cache: one-dimensional uint8 tensors.
-    """
+    """A paged cache."""
 
     form: CacheForm
     num_blocks: int
-    tensors: tuple[torch.Tensor, ...]
-    storages: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]  # one for each layer
+    storages: tuple[torch.Tensor, ...]  # all memory: one-dimensional uint8 tensors
 
     @property
     def layout(self) -> KVLayout:
@@ -149,12 +132,7 @@ def cache_forms(
     granularities: Sequence[str] = ("block", "token"),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> CacheForm:
-    """Layouts of paged caches: all orders, MLA, opaque bytes, padding, aliases, kernel blocks, some of the heads.
-
-    Args:
-        granularities: Granularities to draw from.
-        dtypes: Element types to draw from.
-    """
+    """Layouts of paged caches: all orders, MLA, opaque bytes, padding, aliases, kernel blocks, some of the heads."""
     granularity = draw(st.sampled_from(granularities))
     by_block = granularity == "block"
     order = draw(st.sampled_from(VLLM_ORDERS if by_block else (*VLLM_ORDERS, *SLOT_ORDERS)))

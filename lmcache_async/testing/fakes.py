@@ -67,27 +67,14 @@ class FaultPlan:
 
 
 class ForwardingTier(Tier):
-    """A tier that forwards every call to another one. Base class of tiers that change some of the calls.
-
-    Args:
-        inner: The other tier.
-
-    Attributes:
-        inner: The other tier.
-    """
+    """A tier that forwards every call to another one. Base class of tiers that change some of the calls."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner.config)
         self.inner = inner
 
     async def around(self, verb: str, nbytes: int, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call of the inner tier that has keys.
-
-        Args:
-            verb: Name of the method.
-            nbytes: Bytes of the records of a put.
-            call: The call.
-        """
+        """Make a call of the inner tier that has keys. `nbytes` are the bytes of the records of a put."""
         del verb, nbytes
         return await call()
 
@@ -151,14 +138,7 @@ class ForwardingTier(Tier):
 
 
 class HandleTier(ForwardingTier):
-    """The calls of a tier handle as a tier, for tests of layers and of the handle itself.
-
-    Args:
-        handle: The handle.
-
-    Attributes:
-        handle: The handle.
-    """
+    """The calls of a tier handle as a tier, for tests of layers and of the handle itself."""
 
     def __init__(self, handle: TierHandle) -> None:
         Tier.__init__(self, TierConfig())

@@ -24,13 +24,7 @@ from lmcache_async.registry import Registry
 class Rig:
     """A cache of `layers` pairs of K and V, float32, each of shape [blocks, block_size, heads, head_dim].
 
-    Attributes:
-        chunk_size: Tokens of a chunk.
-        slabs: Number of full records in the arena of an engine.
-        model: Model of the namespace. Engines of different models share no chunks.
-        hash_key: Secret of chunk keys made with sha256; b"" for keys made with xxh3_128.
-        tensors: K and V of each layer.
-        layout: Layout of `tensors`.
+    Chunk keys are made with sha256 if there is a `hash_key`, else with xxh3_128.
     """
 
     layers: int = 2
@@ -39,7 +33,7 @@ class Rig:
     heads: int = 1
     head_dim: int = 4
     chunk_size: int = 8
-    slabs: int = 16
+    slabs: int = 16  # full records in the arena of an engine
     model: str = "test"
     hash_key: bytes = b""
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
@@ -78,11 +72,7 @@ class Rig:
         return -(-record.record_bytes(self.layout.payload_bytes(self.chunk_size)) // 4096) * 4096
 
     def config(self, **settings: Any) -> EngineConfig:
-        """Return a config for this cache.
-
-        Args:
-            settings: Additional settings, as in a config file; dotted keys are allowed.
-        """
+        """Return a config for this cache, with additional settings as in a config file."""
         base: dict[str, Any] = {
             "chunk_size": self.chunk_size,
             "arena.max_bytes": self.slabs * self.slab_bytes,
@@ -98,13 +88,7 @@ class Rig:
     def open(
         self, *, registry: Registry | None = None, **settings: Any
     ) -> AbstractAsyncContextManager[CacheEngine]:
-        """Open an engine for this cache.
-
-        Args:
-            registry: Plug-ins of the engine; by default those installed, which are read once for each state
-                of `sys.path`.
-            settings: As for `config`.
-        """
+        """Open an engine for this cache, with the installed plug-ins by default."""
         return CacheEngine.open(
             self.config(**settings),
             layout=self.layout,
@@ -129,11 +113,7 @@ class Rig:
     def content(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the KV that a model would compute for a prompt: it depends on each token and all before it.
 
-        Args:
-            tokens: Token ids.
-
-        Returns:
-            float32 of shape [layers, 2, len(tokens), heads * head_dim].
+        The shape is that of `read`.
         """
         history = np.cumsum(np.asarray(tokens, np.float64) * (1 + np.arange(len(tokens))))
         base = torch.as_tensor(np.sin(history + 1), dtype=torch.float32)
@@ -151,6 +131,6 @@ class Rig:
                 part.fill_(-7.0)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # the installed plug-ins are read once for each state of `sys.path`
 def _installed(path: tuple[str, ...]) -> Registry:
     return Registry(path)

@@ -26,11 +26,9 @@ ARENA_SLABS = 48
 
 
 class TierRig:
-    """An open tier, the memory for its records, and its calls by chunk number.
+    """An open tier, the arena that it is bound to, and its calls by chunk number.
 
     Args:
-        tier: The tier, bound to `arena`.
-        arena: Memory of the calls.
         length: Payload bytes of each chunk, by number.
         readonly: Pass read-only buffers to `put`, as an engine does.
     """

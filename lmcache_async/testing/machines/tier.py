@@ -26,10 +26,6 @@ from lmcache_async.types import ChunkKey
 class TierModel:
     """Lower and upper bound of the set of stored chunks, by number.
 
-    Args:
-        lengths: Payload bytes by number.
-        reliable: Whether the tier must keep its chunks.
-
     Attributes:
         maybe: Chunks that may be stored. No other chunk is.
         sure: Chunks that must be stored, unless the tier counts them as evicted.
