@@ -221,7 +221,7 @@ def test_nothing_that_runs_on_a_gpu_machine_needs_vllm(tmp_path):
         "print('imported', sys.version_info[:2])\n"
     )
 
-    ended = forked_python.run(str(program), cwd=tmp_path, timeout_s=60)
+    ended = forked_python.run(str(program), cwd=tmp_path, timeout_s=250)
 
     assert ended.status == 0, ended.output
     assert f"imported {sys.version_info[:2]}" in ended.output

@@ -51,7 +51,7 @@ class Opened:
         """Wait until abandoned calls have ended; the remaining leases belong to the tiers."""
         while self.engine.statistics().late_calls:
             await asyncio.sleep(0)
-        assert await self.engine.flush(timeout_s=5)
+        assert await self.engine.flush(timeout_s=60)
         statistics = self.engine.statistics()
         kept = statistics.tiers["cpu"].chunks if "cpu" in statistics.tiers else 0
         assert leases(self.engine) == kept
@@ -196,7 +196,7 @@ class Copy:
 
         def slow(*arguments, **kwargs):
             self.running.set()
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
             real(*arguments, **kwargs)
             self.ended = True
 
@@ -318,7 +318,7 @@ async def test_a_closing_cancelled_at_any_step_still_frees_everything(steps):
     close = asyncio.ensure_future(context.__aexit__(None, None, None))
     await turns(1 + steps)
     close.cancel()
-    await asyncio.wait({close, storing}, timeout=10)
+    await asyncio.wait({close, storing}, timeout=60)
 
     assert close.done()
     assert isinstance(storing.exception(), EngineClosedError | None)

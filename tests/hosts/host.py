@@ -60,7 +60,7 @@ class Host:
             begin = time.monotonic()
             await self.engine.store(tokens, range(PROMPT))
             latest = max(latest, time.monotonic() - begin)
-        await self.engine.flush(timeout_s=5)
+        await self.engine.flush(timeout_s=60)
         return {"latest": latest}
 
     async def read(self, numbers: list[int]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def possible() -> bool:
     """Whether this machine permits a namespace with such a device."""
     code = "from tests.hosts import tun; tun.enter_namespace(); tun.make('10.9.0.1')"
     probe = (sys.executable, "-c", code)
-    return not subprocess.run(probe, cwd=_ROOT, capture_output=True, timeout=30, check=False).returncode
+    return not subprocess.run(probe, cwd=_ROOT, capture_output=True, timeout=250, check=False).returncode
 
 
 def enter_namespace() -> None:

@@ -24,7 +24,7 @@ def tree(tmp_path: Path) -> Path:
 
 def build(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "towncrier", "build", "--version", "0.2.0", *arguments]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=250, check=False)
 
 
 def write(tree: Path, **fragments: str) -> None:

@@ -32,7 +32,7 @@ def check_transfer(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_a_shell_reads_a_command(block: Block) -> None:
     ran = subprocess.run(
-        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False, timeout=30
+        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False, timeout=250
     )
 
     assert ran.returncode == 0, ran.stderr

@@ -75,7 +75,7 @@ def run(python: Path, *arguments: str) -> str:
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=250,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -77,7 +77,7 @@ async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outs
     fetched = await stack.fetch(KEYS, (0, 0, 0), arena.lease_nowait)
     assert [bytes(buffer.view) for buffer in fetched.buffers] == [PLAIN] * 3
     release(fetched.buffers)
-    await stack.aclose(timeout_s=1)
+    await stack.aclose(timeout_s=60)
 
 
 async def test_a_chunk_that_no_tier_was_given_is_dropped(arena, outside):
@@ -89,7 +89,7 @@ async def test_a_chunk_that_no_tier_was_given_is_dropped(arena, outside):
 
     assert outcomes == {0: "", 1: "TierFullError"}
     release(plain + secret)
-    await stack.aclose(timeout_s=1)
+    await stack.aclose(timeout_s=60)
 
 
 async def test_a_plain_record_is_not_let_out(arena, outside, records):
@@ -104,7 +104,7 @@ async def test_a_plain_record_is_not_let_out(arena, outside, records):
     assert await stack.flush(timeout_s=30)
     assert records == {}
     release(plain)
-    await stack.aclose(timeout_s=1)
+    await stack.aclose(timeout_s=60)
 
 
 async def test_without_encryption_all_tiers_share_the_record(arena, outside, records):
@@ -115,4 +115,4 @@ async def test_without_encryption_all_tiers_share_the_record(arena, outside, rec
     assert await given(arena, stack, KEYS[:1], plain, None) == {0: ""}
     assert records == {KEYS[0]: PLAIN}
     release(plain)
-    await stack.aclose(timeout_s=1)
+    await stack.aclose(timeout_s=60)

@@ -160,7 +160,7 @@ class SharingTier(DictTier):
         self.arena = arena
 
     async def get_many(self, keys, allocate):
-        buffers = await super().get_many(keys, lambda nbytes: self.arena.lease(nbytes, timeout_s=1))
+        buffers = await super().get_many(keys, lambda nbytes: self.arena.lease(nbytes, timeout_s=60))
         type(self).shared += [buffer.retain() for buffer in buffers if buffer is not None]
         return buffers
 

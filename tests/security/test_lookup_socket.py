@@ -72,7 +72,7 @@ def server_at(path, engine=None):
 
 
 async def until(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         while not condition():
             await asyncio.sleep(0)
 
@@ -103,7 +103,7 @@ import os, socket, sys
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
 with socket.socket(socket.AF_UNIX) as connection:
-    connection.settimeout(30)
+    connection.settimeout(150)
     connection.connect(sys.argv[1])
     try:
         connection.sendall(bytes.fromhex(sys.argv[2]))
@@ -232,7 +232,7 @@ async def test_a_place_that_another_engine_serves_is_not_taken_from_it(directory
 async def test_a_path_released_in_time_is_taken(directory):
     first, second = server_at(directory / "s"), server_at(directory / "s")
     await first.start()
-    taking = asyncio.ensure_future(second.start(wait_s=30))
+    taking = asyncio.ensure_future(second.start(wait_s=150))
     await asyncio.sleep(0)
     await first.aclose()
     await taking
@@ -260,7 +260,7 @@ async def test_a_server_that_ends_late_leaves_the_next_ones_socket_alone(directo
     writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "x", "keys": b"", "tail": b""}))
     await until(lambda: engine.asked)
     closing = asyncio.ensure_future(first.aclose())
-    await second.start(wait_s=30)
+    await second.start(wait_s=150)
     engine.gate.set()
     await closing
 
@@ -324,7 +324,7 @@ async def test_a_client_that_reads_no_answers_is_not_served(directory, monkeypat
         deaf.setblocking(False)
         nonsense = encode({"id": 1, "op": "x" * 4000})
         left, answered = memoryview(nonsense * 20_000), 0
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             while left:  # until the socket buffer is full
                 try:
                     left = left[deaf.send(left) :]

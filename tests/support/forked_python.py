@@ -52,7 +52,7 @@ def context() -> ForkServerContext:
     return found
 
 
-def run(program: str, *, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 120.0) -> Ended:
+def run(program: str, *, cwd: Path, path: Sequence[Path] = (), timeout_s: float = 250.0) -> Ended:
     """Run a program and wait for its end. It may await at its top level, as in a notebook.
 
     Args:

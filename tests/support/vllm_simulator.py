@@ -206,7 +206,7 @@ SIMULATOR_OPTIONS = {
     "arena.max_bytes": "8MiB",
     "arena.prefault": False,
     "vllm.load_policy": "always",  # these steps compute nothing, so they are faster than any load
-    "vllm.lookup_timeout_s": 20.0,  # the machine may be slow; a test of the deadline sets its own
+    "vllm.lookup_timeout_s": 60.0,  # the machine may be slow; a test of the deadline sets its own
 }
 
 
@@ -390,7 +390,7 @@ class SimulatedVLLM:
         while len(self._queue) >= depth and self._queue:
             self._run(self._queue.popleft())
 
-    def run(self, *, max_seconds: float = 60.0) -> None:
+    def run(self, *, max_seconds: float = 150.0) -> None:
         """Run steps until no request is left, as vLLM's engine loop does."""
         deadline = time.monotonic() + max_seconds
         while self.busy:

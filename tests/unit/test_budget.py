@@ -138,7 +138,7 @@ async def test_a_limit_below_the_budget_holds_until_it_is_raised() -> None:
     budget.limit(7)
     assert budget.statistics().max_bytes == 7
     assert not budget.reserve_nowait(2)
-    waiting = asyncio.ensure_future(budget.reserve(4, timeout_s=5))
+    waiting = asyncio.ensure_future(budget.reserve(4, timeout_s=FOREVER))
     await turns(3)
     assert not waiting.done()
 

@@ -22,7 +22,7 @@ CALLS = calls_of(None, None).keys()
 def found(tmp_path_factory):
     """The output of `forked_engine`. At the fork another thread of the parent holds the engine's locks."""
     command = [sys.executable, "-m", "tests.unit.forked_engine", str(tmp_path_factory.mktemp("kv"))]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -36,7 +36,7 @@ class Loads:
         self.memory = engine._parts.stack.tiers[0].tier
         self.rig.write(range(len(TOKENS)), self.rig.content(TOKENS))
         await engine.store(TOKENS, range(len(TOKENS)))
-        assert await engine.flush(timeout_s=5)
+        assert await engine.flush(timeout_s=60)
         self.rig.wipe()
         scatter = engine.copier.scatter
 
@@ -79,14 +79,14 @@ async def test_a_load_that_was_given_up_writes_nothing_and_says_so(monkeypatch):
 async def test_a_load_in_one_batch_reports_progress(monkeypatch):
     async with Loads(monkeypatch) as loads:
         waiting = threading.Thread(
-            target=loads.progress.wait, args=(99,), kwargs={"deadline": time.monotonic() + 20}
+            target=loads.progress.wait, args=(99,), kwargs={"deadline": time.monotonic() + 60}
         )
         waiting.start()
 
         report = await loads.load()
 
         assert (report.cause, report.hit_chunks, loads.scatters) == ("", 5, [(5, loads.progress)])
-        waiting.join(20)  # only the copier ends the wait
+        waiting.join(60)  # only the copier ends the wait
         assert not waiting.is_alive()
         assert not loads.progress.abandoned
         assert torch.equal(loads.rig.read(SLOTS), loads.rig.content(TOKENS))
@@ -121,7 +121,7 @@ async def test_a_chunk_that_goes_while_it_is_loaded_is_not_waited_for(monkeypatc
 async def test_an_awaited_load_skips_the_queue(monkeypatch):
     async with Loads(monkeypatch) as loads:
         budget = loads.engine._parts.groups[0].retrieve._budget
-        async with budget.lease(budget.max_bytes, timeout_s=1.0):
+        async with budget.lease(budget.max_bytes, timeout_s=60):
             assert (await loads.load()).hit_chunks == 5
 
 

@@ -14,6 +14,7 @@ from lmcache_async.errors import EngineClosedError
 from tests.support.broken_loop import BrokenLoops
 
 ENDED = (concurrent.futures.CancelledError, EngineClosedError)
+LONG_S = 60  # only a hang takes so long
 
 
 @pytest.fixture
@@ -64,19 +65,19 @@ def test_results_and_errors_reach_the_caller_from_uvloop_on_the_named_thread(loo
     async def fail():
         raise ValueError("odd")
 
-    assert loop.submit(where()).result(5) == ("lmcache-async-test-loop", uvloop.Loop)
+    assert loop.submit(where()).result(LONG_S) == ("lmcache-async-test-loop", uvloop.Loop)
     with pytest.raises(ValueError, match="odd"):
-        loop.submit(fail()).result(5)
+        loop.submit(fail()).result(LONG_S)
 
 
 def test_cancelling_the_future_cancels_the_coroutine(loop):
     parked = Parked()
     future = loop.submit(parked.run())
-    parked.started.wait(5)
+    parked.started.wait(LONG_S)
     future.cancel()
 
     while len(parked.ended) < 2:
-        loop.submit(answer(None)).result(5)
+        loop.submit(answer(None)).result(LONG_S)
     assert parked.ended == ["cancelled", "cleaned up"]
 
 
@@ -86,7 +87,7 @@ def test_functions_are_called_on_the_loops_thread_in_order(loop):
         loop.call_soon(lambda n: calls.append((n, threading.current_thread())), number)
     loop.call_soon(done.set)
 
-    assert done.wait(5)
+    assert done.wait(LONG_S)
     assert calls == [(number, loop._thread) for number in range(5)]
 
 
@@ -94,11 +95,11 @@ def test_closing_cancels_what_runs_and_waits_for_its_clean_up():
     parked = Parked()
     with LoopThread() as loop:
         future = loop.submit(parked.run())
-        parked.started.wait(5)
+        parked.started.wait(LONG_S)
 
     assert parked.ended == ["cancelled", "cleaned up"]
     with pytest.raises(ENDED):
-        future.result(5)
+        future.result(LONG_S)
     assert not loop._thread.is_alive()
 
 
@@ -113,7 +114,7 @@ def test_closing_also_ends_what_a_clean_up_starts():
 
     tasks = []
     loop.submit(starts_another())
-    loop.submit(answer(None)).result(5)
+    loop.submit(answer(None)).result(LONG_S)
     loop.close()
 
     assert tasks[0].done()
@@ -122,12 +123,12 @@ def test_closing_also_ends_what_a_clean_up_starts():
 def test_waiters_for_a_task_that_does_not_end_are_released():
     loop, inside = LoopThread(), threading.Event()
     future = loop.submit(never_ends(inside))
-    inside.wait(5)
+    inside.wait(LONG_S)
     loop.close(timeout_s=0.01)
 
     with pytest.raises(ENDED):
-        future.result(5)
-    loop._thread.join(5)
+        future.result(LONG_S)
+    loop._thread.join(LONG_S)
     assert not loop._thread.is_alive()
     del future
     gc.collect()  # asyncio reports the pending task here, not at interpreter exit
@@ -161,8 +162,8 @@ def test_a_submit_that_meets_the_closing_ends(monkeypatch):
 
     monkeypatch.setattr(loop_module.asyncio, "run_coroutine_threadsafe", meets_closing)
     with pytest.raises(ENDED):
-        loop.submit(Parked().run()).result(5)
-    closers[0].join(5)
+        loop.submit(Parked().run()).result(LONG_S)
+    closers[0].join(LONG_S)
     assert not loop._thread.is_alive()
 
 
@@ -172,9 +173,9 @@ def test_submits_of_many_threads_during_the_closing_all_end():
         start = threading.Barrier(5)
 
         def submit_until_closed(loop=loop, ends=ends, start=start):
-            start.wait(5)
+            start.wait(LONG_S)
             try:
-                while loop.submit(answer(1)).result(5) == 1:
+                while loop.submit(answer(1)).result(LONG_S) == 1:
                     pass
             except ENDED:
                 ends.append(True)
@@ -182,11 +183,11 @@ def test_submits_of_many_threads_during_the_closing_all_end():
         threads = [threading.Thread(target=submit_until_closed) for _ in range(4)]
         for thread in threads:
             thread.start()
-        start.wait(5)
-        loop.submit(answer(1)).result(5)
+        start.wait(LONG_S)
+        loop.submit(answer(1)).result(LONG_S)
         loop.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(LONG_S)
 
         assert len(ends) == 4
 
@@ -215,10 +216,10 @@ async def interrupt_in_a_callback():
 def test_no_task_or_callback_ends_the_loop(loop, caplog, end):
     parked = Parked()
     waiting = loop.submit(parked.run())
-    parked.started.wait(5)
+    parked.started.wait(LONG_S)
     for number in range(3):
         loop.submit(end())
-        assert loop.submit(answer(number)).result(5) == number
+        assert loop.submit(answer(number)).result(LONG_S) == number
 
     assert not waiting.done()
     assert "the event loop continues" in caplog.text
@@ -233,12 +234,12 @@ def broken(monkeypatch):
 def test_a_thread_that_ends_by_itself_fails_pending_and_later_calls_at_once(broken, caplog):
     loop, parked = LoopThread(), Parked()
     waiting = loop.submit(parked.run())
-    parked.started.wait(5)
+    parked.started.wait(LONG_S)
 
     broken.break_one(loop.call_soon)
 
     with pytest.raises(ENDED):
-        waiting.result(5)
+        waiting.result(LONG_S)
     assert parked.ended == ["cancelled", "cleaned up"]
     for call in (lambda: loop.submit(answer(1)), lambda: loop.call_soon(print)):
         with pytest.raises(EngineClosedError, match=r"has ended: OSError: the selector is closed"):
@@ -252,11 +253,11 @@ def test_a_call_that_outlives_the_end_of_the_thread_fails_all_the_same(broken, m
     monkeypatch.setattr(loop_module, "LAST_S", 0.01)
     loop, inside = LoopThread(), threading.Event()
     waiting = loop.submit(never_ends(inside))
-    inside.wait(5)
+    inside.wait(LONG_S)
     broken.break_one(loop.call_soon)
 
     with pytest.raises(EngineClosedError, match="has ended: OSError"):
-        waiting.result(5)
+        waiting.result(LONG_S)
     loop.close()
     del waiting
     gc.collect()  # as above

@@ -42,7 +42,7 @@ async def held(engine, tier):
 
 
 async def agree(engine, watcher, *tiers):
-    assert await engine.flush(timeout_s=10)
+    assert await engine.flush(timeout_s=60)
     for tier in tiers:
         assert watcher.has[tier] == await held(engine, tier)
 

@@ -50,7 +50,7 @@ async def stored_and_loaded(rig, registry, stages):
     async with rig.open(registry=registry, **settings) as engine:
         report = await engine.store(TOKENS, slots)
         assert report.stored == 5
-        assert await engine.flush(timeout_s=5)
+        assert await engine.flush(timeout_s=60)
         rig.wipe()
         assert (await engine.retrieve(TOKENS, slots)).all()
     return rig.read(slots)

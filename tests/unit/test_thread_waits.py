@@ -30,7 +30,7 @@ class Gated:
         self._error = error
 
     def __call__(self) -> str:
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(60)
         self.ended = True
         if self._error is not None:
             raise self._error
@@ -73,7 +73,7 @@ def test_running_threads_take_a_call_for_which_no_other_can_be_started(
         second = workers.submit(str, "second")
         gated.may_end.set()
 
-        assert (first.result(30), second.result(30)) == ("done", "second")
+        assert (first.result(60), second.result(60)) == ("done", "second")
 
 
 def test_a_call_that_is_refused_because_there_is_no_thread_is_not_run_later(
@@ -84,7 +84,7 @@ def test_a_call_that_is_refused_because_there_is_no_thread_is_not_run_later(
         failing.setattr(threading.Thread, "start", refuse_to_start)
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(calls.append, "first")
-    pool.submit(calls.append, "second").result(30)
+    pool.submit(calls.append, "second").result(60)
 
     assert calls == ["second"]
 

@@ -126,7 +126,7 @@ def test_an_exception_of_a_stage_fails_the_request_and_not_the_loop(chain, stage
             assert leased(engine) == 0
 
     with LoopThread("stages") as thread:
-        thread.submit(check()).result(30)
+        thread.submit(check()).result(60)
     asyncio.run(check())
 
 

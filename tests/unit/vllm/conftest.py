@@ -40,10 +40,10 @@ def _own_log_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Poll for progress of another thread, and fail after a long time."""
+    """Poll for progress of another thread, and fail after a time that only a hang takes."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 150
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError

@@ -36,7 +36,7 @@ class Pair:
         self.shelf = shelf
 
     def vllm(self, role: str, options: dict[str, Any] | None = None, **setup: Any) -> SimulatedVLLM:
-        given = {"tiers": ["cpu", "shelf"], "vllm.wait_for_producer_s": 20.0, **(options or {})}
+        given = {"tiers": ["cpu", "shelf"], "vllm.wait_for_producer_s": 60.0, **(options or {})}
         return self.simulators(given, kv_role=role, **setup)
 
     def prefill(self, producer: SimulatedVLLM, name: str, tokens: list[int], **options: Any) -> Params:

@@ -18,7 +18,7 @@ def stores(samples: Samples) -> float:
 
 
 async def taken(feed: StatsFeed) -> Samples:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         while not (samples := feed.take()):
             await asyncio.sleep(0.001)
     return samples

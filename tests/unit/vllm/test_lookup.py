@@ -98,7 +98,7 @@ class Ranks:
         ]
         self.servers: list[LookupServer] = []
         self.client = LookupClient(
-            self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, groups=groups
+            self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, groups=groups
         )
         self._answers: dict[str, Answer] = {}
 
@@ -182,7 +182,7 @@ def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(
         addresses[rank] = server.tcp_address
         ranks.hold(rank, PROMPT[:16])
     ranks.client.close(5.0)
-    ranks.client = LookupClient([None, None], chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0)
+    ranks.client = LookupClient([None, None], chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0)
     assert ranks.ask(PROMPT).chunks == 0  # not connected
 
     ranks.client.set_addresses(addresses)
@@ -276,7 +276,7 @@ def test_ranks_with_another_hash_key_or_chunk_size_are_not_asked(
     ]
     ranks.identities[1] = replace(ranks.identities[1], chunk_size=chunk_size)
     ranks.client = LookupClient(
-        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, hash_key=ours
+        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, hash_key=ours
     )
     for rank in (0, 1):
         ranks.serve(rank)
@@ -291,7 +291,7 @@ def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
         replace(one, algorithm="blake3", hash_key_id=hash_key_id(KEY)) for one in ranks.identities
     ]
     ranks.client = LookupClient(
-        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=20.0, hash_key=KEY
+        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, hash_key=KEY
     )
     for engine, root in zip(ranks.engines, ranks.roots, strict=True):
         hasher = ChunkHasher(
@@ -431,7 +431,7 @@ def test_closed_connections_are_not_logged(
     caplog.clear()
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
     for _ in range(2):  # after the second attempt, the first one has been recorded
-        assert attempts.acquire(timeout=20)
+        assert attempts.acquire(timeout=60)
 
     told = [record.levelname for record in caplog.records if record.name == lookup_module.__name__]
     assert told == ([] if goodbye else ["INFO", "WARNING"])
@@ -485,7 +485,7 @@ def test_a_connection_accepted_while_the_server_closes_is_ended(socket_dir: Path
         server = LookupServer(engine, identity, path, clear=engine.clear)
         await server.start()
         client = socket.socket(socket.AF_UNIX)
-        client.settimeout(20)
+        client.settimeout(60)
         client.connect(str(path))
         await turns(turns_before)
         await server.aclose()

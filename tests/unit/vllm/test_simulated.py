@@ -279,13 +279,12 @@ def test_a_head_shard_that_cannot_be_opened_closes_those_before_it(socket_dir: P
         closes.close()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("num_ranks", "overlapped"), [(1, True), (2, False)])
 def test_a_hit_in_a_slow_tier_is_computed_without_any_setting(
     simulators: Simulators, tmp_path: Path, overlapped: bool, num_ranks: int
 ):
     """The first hit is loaded and shows the speed of the tier. A read takes longer than all steps of a prompt."""
-    faults = {"name": "faults", "delay_s": 0.5, "get": {"delay": 1.0}}
+    faults = {"name": "faults", "delay_s": 2.0, "get": {"delay": 1.0}}
     disk = {"name": "disk", "path": str(tmp_path / "kv"), "max_bytes": "64MiB", "layers": [faults]}
     options = {
         "vllm.load_policy": "auto",

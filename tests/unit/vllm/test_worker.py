@@ -426,7 +426,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
 @pytest.fixture
 def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     """A worker with two layers, and a deadline far longer than any wait."""
-    monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
+    monkeypatch.setattr(worker_module, "BEGIN_S", 60.0)
     layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
     side = Worker(Engine(), socket_dir)
     side.open(EngineGroup(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE))
@@ -458,7 +458,7 @@ def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Work
     progress.advance(1)
     until(lambda: passed == ["first"])
     progress.advance(2)
-    model.join(20)
+    model.join(60)
     assert passed == ["first", "second"]
     deep.engine.gate.set()
     assert (deep.take_failed_blocks(), deep.take_finished()) == (set(), set())
@@ -488,7 +488,7 @@ def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
     assert not deep.engine.retrieved[0].progress.begin()
     deep.engine.hit_chunks = 0
     deep.engine.gate.set()
-    monkeypatch.setattr(worker_module, "BEGIN_S", 20.0)
+    monkeypatch.setattr(worker_module, "BEGIN_S", 60.0)
     deep.begin_step(waited_load(2))
     for name in ("first", "second"):
         deep.wait_for_layer(name)
