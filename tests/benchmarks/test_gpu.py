@@ -159,26 +159,6 @@ async def test_batches_larger_than_the_device_are_left_out_with_a_line():
     )
 
 
-async def test_batches_larger_than_pinned_memory_are_left_out():
-    device, frame = FakeGpu(host_bytes=1000), Frame(rounds=1, quick=True)
-
-    assert await rows_of(SMALL, device, frame) == []
-    assert device.pinned == []
-    assert len(frame.left_out) == 2 * len(shapes(["llama-8b", "deepseek-mla"]))
-    assert all("pinned host memory" in line for line in frame.left_out)
-
-
-async def test_host_memory_is_as_given_or_three_quarters_of_the_free_memory():
-    settings = gpu.Settings(models="llama-8b")
-    device, frame = FakeGpu(host_bytes=1 * GIB), Frame()
-
-    by_share = gpu.fitting(settings, frame, device)
-    said = gpu.fitting(dataclasses.replace(settings, host_gib=4), frame, device)
-
-    assert {tuple(sizes) for _, sizes in by_share} == {(1, 8)}
-    assert {tuple(sizes) for _, sizes in said} == {(1, 8, 64)}
-
-
 def test_a_batch_needs_the_device_twice_and_the_host_once():
     assert refusal(GIB, device_bytes=4 * GIB, host_bytes=GIB) == ""
     assert "it needs 1.0 GiB of pinned" in refusal(GIB, device_bytes=4 * GIB, host_bytes=GIB - 1)
@@ -222,34 +202,6 @@ def test_chunks_are_as_large_as_the_layout_says(shape):
     planes = {"K and V apart": 2 * shape.model.layers, "fused": shape.model.layers, "cross-layer blocks": 1}
     assert layout.num_planes == planes[shape.form]
     assert set(DTYPES.values()) >= {shape.dtype}
-
-
-class Clock:
-    """A clock that advances by one second per call."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        self.now += 1.0
-        return self.now
-
-
-@pytest.mark.parametrize(("looks", "copied", "counted"), [(0, 1, 1), (1, 2, 1), (4, 5, 4)])
-async def test_copies_count_that_end_before_the_products_do(monkeypatch, looks, copied, counted):
-    monkeypatch.setattr(gpu, "time", Clock())
-    products, done = FakeProducts(looks), []
-
-    async def copy():
-        done.append(1)
-
-    figure = await gpu._copies(products, 7, copy, 10**9)()
-
-    assert figure == counted / counted  # one gigabyte per second each
-    assert len(done) == copied
-    [(count, running)] = products.asked
-    assert count == 7
-    assert running.waited
 
 
 async def test_beside_products_copies_wait_for_no_fence_of_the_model():

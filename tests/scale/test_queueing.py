@@ -46,13 +46,6 @@ def test_pieces_follow_the_first_as_many_at_a_time_as_the_window_lets(window: in
     assert took == seconds
 
 
-def test_a_piece_passes_its_stations_one_after_the_other() -> None:
-    first, second = Station("first"), Station("second")
-    piece = [(first, 2.0), (second, 3.0)]
-
-    assert run([Job(0.0, piece), Job(0.0, piece)]) == [5.0, 8.0]
-
-
 SECONDS = st.integers(0, 20).map(float)
 STEPS = st.lists(st.tuples(st.integers(0, 2), SECONDS), max_size=3)
 PLANS = st.lists(

@@ -175,12 +175,12 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, _spec(group, heads)) for group, layers in names.items()],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec_of(group, heads)) for group, layers in names.items()],
         prefix_cache_retention_interval=0 if setup.groups else None,
     )
 
 
-def _spec(group: KVGroup, heads: int) -> KVCacheSpec:
+def spec_of(group: KVGroup, heads: int = 1) -> KVCacheSpec:
     if group.state:
         return MambaSpec(
             block_size=group.block_size,

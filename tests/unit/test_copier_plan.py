@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,19 +10,10 @@ from lmcache_async.device.plan import (
     PlaneTable,
     cut,
     plane_steps,
-    segments,
-    whole_planes,
 )
 from lmcache_async.device.planes import Plane, Rows
-from lmcache_async.testing.caches import cache_forms
 
 planes = st.lists(st.integers(1, 40).map(lambda size: Plane(0, 0, size, Rows(64))), min_size=1, max_size=4)
-places = st.lists(
-    st.tuples(st.integers(-1, 20), st.integers(1, 6)).map(
-        lambda run: [-1] * run[1] if run[0] < 0 else list(range(run[0], run[0] + run[1]))
-    ),
-    max_size=6,
-).map(lambda parts: np.array(list(itertools.chain(*parts)), np.int64))
 
 
 @st.composite
@@ -68,16 +56,6 @@ def test_a_cut_of_all_or_some_planes_holds_their_entries_once_in_order_and_withi
         assert count <= max_entries
 
 
-@given(planes, st.data(), st.lists(st.integers(0, 9), max_size=5))
-def test_whole_planes_are_a_cut_without_bounds(planes, data, counts):
-    table = PlaneTable(planes)
-    some = data.draw(ranges(planes).filter(lambda some: some[0] < some[1]))
-
-    parts = cut(table, counts, max_bytes=UNBOUNDED, planes=some)
-
-    assert ([whole_planes(table, counts, some)] if any(counts) else []) == parts
-
-
 @given(planes, st.integers(0, 40))
 @example([Plane(0, 0, size, Rows(64)) for size in (10, 10, 1)], 5)
 def test_steps_are_all_planes_in_order_none_smaller_than_asked_and_as_many_as_that_allows(planes, step_bytes):
@@ -91,20 +69,6 @@ def test_steps_are_all_planes_in_order_none_smaller_than_asked_and_as_many_as_th
         assert high - low == 1 or sum(plane.row_bytes for plane in planes[low : high - 1]) < step_bytes
 
 
-@given(planes, st.lists(st.integers(0, 9), max_size=5), st.integers(0, 40))
-def test_the_steps_whole_planes_hold_every_entry_once(planes, counts, step_bytes):
-    table = PlaneTable(planes)
-
-    pieces = [piece for step in plane_steps(table, step_bytes) for piece in whole_planes(table, counts, step)]
-
-    for job, count in enumerate(counts):
-        mine = [piece for piece in pieces if piece.job == job]
-        assert [entry for piece in mine for entry in range(piece.start, piece.stop)] == list(
-            range(count * len(planes))
-        )
-        assert sum(piece.nbytes for piece in mine) == table.starts[-1] * count
-
-
 @given(planes, st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))
 def test_equal_shares_need_no_more_parts_than_threads(planes, counts, threads):
     table = PlaneTable(planes)
@@ -112,24 +76,3 @@ def test_equal_shares_need_no_more_parts_than_threads(planes, counts, threads):
     total = sum(counts) * sum(plane.row_bytes for plane in planes)
 
     assert len(cut(table, counts, max_bytes=-(-total // threads) + largest)) <= threads
-
-
-@given(cache_forms(), st.data())
-def test_entries_are_located_where_their_planes_say(form, data):
-    layout = form.build(3).layout
-    rows = np.array(data.draw(st.lists(st.integers(-1, layout.num_rows - 1), min_size=1, max_size=5)))
-    entries = layout.num_planes * len(rows)
-    start = data.draw(st.integers(0, entries - 1))
-    stop = data.draw(st.integers(start + 1, entries))
-
-    located = PlaneTable(layout.planes).locate(rows, start, stop)
-
-    expected = [plane.start(row) if row >= 0 else -1 for plane in layout.planes for row in rows.tolist()]
-    assert located.tolist() == expected[start:stop]
-
-
-@given(places)
-def test_segments_are_the_spans_without_skipped_entries(where):
-    covered = [index for start, stop in segments(where) for index in range(start, stop)]
-
-    assert covered == np.flatnonzero(where >= 0).tolist()

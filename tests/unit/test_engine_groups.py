@@ -55,20 +55,6 @@ async def store(engine: CacheEngine, rig: Rig, group: int):
     return report
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_each_group_gets_back_its_own_kv(order):
-    rigs = two_groups()
-    async with opened(*rigs) as engine:
-        for group in order:
-            assert (await store(engine, rigs[group], group)).stored == 3
-        for group in reversed(order):
-            report = await engine.retrieve_chunks(request_of(RetrieveRequest, rigs[group], group))
-            assert report.hit_tokens == 24
-
-    for rig in rigs:
-        torch.testing.assert_close(rig.read(SLOTS), rig.content(TOKENS.tolist()))
-
-
 async def test_a_group_does_not_load_the_records_of_another_one():
     """Equal layouts and equal keys: the namespace of the group is in the record."""
     first = Rig(model="same")

@@ -138,41 +138,6 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     assert np.array_equal(memory, payload)
 
 
-@given(st.data(), st.sampled_from([3, 64, 1000]), st.booleans(), st.booleans(), st.sampled_from([1, 64]))
-def test_without_the_module_rows_of_any_size_and_stride_come_to_their_places(
-    data, size, aligned, large, step_bytes
-):
-    """Calls with few rows copy in steps, calls with many rows at once."""
-    stride, base = (size, 2 * size + 1) if aligned else (size + 1, 5)
-    numbers = data.draw(
-        st.lists(st.integers(-1, 15), max_size=20, unique_by=lambda n: n if n >= 0 else object())
-    )
-    memory, payload = noise(20 * (size + 1), 1), noise(len(numbers) * size, 2)
-    starts = np.array([base + n * stride if n >= 0 else -1 for n in numbers], np.int64)
-    expected_payload, expected_memory = payload.copy(), memory.copy()
-    for row, start in enumerate(starts.tolist()):
-        if start >= 0:
-            expected_payload[row * size : (row + 1) * size] = memory[start : start + size]
-    for row, start in enumerate(starts.tolist()):
-        if start >= 0:
-            expected_memory[start : start + size] = payload[row * size : (row + 1) * size]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "compiled", None)
-        patch.setattr(rows, "LARGE_ROW_BYTES", 1 if large else 1 << 20)
-        patch.setattr(rows, "LONG_RUN_BYTES", data.draw(st.sampled_from([1, 2 * size, 1 << 20])))
-        patch.setattr(rows, "STEP_BYTES", step_bytes)
-        patch.setattr(rows, "UNLOCKED_ITEMS", 3)
-        group = rows.RowGroup(memory.copy(), [Plane(0, base, size, Rows(stride))], 0)
-        gathered = payload.copy()
-        group.copy(starts, gathered, to_host=True, stream=False)
-        group.copy(starts, payload, to_host=False, stream=False)
-
-    assert (group._shift is not None) == aligned
-    assert np.array_equal(gathered, expected_payload)
-    assert np.array_equal(group._memory, expected_memory)
-
-
 @pytest.mark.parametrize("to_host", [False, True])
 def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatch, to_host):
     monkeypatch.setattr(rows, "compiled", None)

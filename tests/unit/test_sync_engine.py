@@ -432,7 +432,10 @@ def builder():
 def test_one_id_is_one_engine(builder, paged):
     metadata = LMCacheEngineMetadata(model_name="m")
     engine = builder.get_or_create("a", config(), metadata)
+    assert builder.get_or_create("a", kv_caches=paged.caches) is engine  # a later call may bring the cache
+    store(engine, paged)
 
+    assert engine.lookup(TOKENS) == 40
     assert builder.get("a") is engine
     assert builder.get_or_create("a") is engine
     assert builder.get_or_create("a", config(), LMCacheEngineMetadata(model_name="m")) is engine
@@ -450,14 +453,6 @@ def test_another_config_or_other_metadata_under_one_id_are_refused(builder):
     assert builder.get("a") is engine
 
 
-def test_a_later_call_may_bring_the_cache(builder, paged):
-    builder.get_or_create("a", config())
-    engine = builder.get_or_create("a", kv_caches=paged.caches)
-    store(engine, paged)
-
-    assert engine.lookup(TOKENS) == 40
-
-
 def test_an_engine_that_cannot_open_is_not_kept(builder, paged):
     with pytest.raises(ConfigError, match="one chunk needs"):
         builder.get_or_create("a", config(**{"arena.max_bytes": 4096}), kv_caches=paged.caches)
@@ -466,25 +461,19 @@ def test_an_engine_that_cannot_open_is_not_kept(builder, paged):
     builder.get_or_create("a", config(), kv_caches=paged.caches)
 
 
-def test_a_closed_engine_is_not_given_out_again(builder):
+@pytest.mark.parametrize("end", ["close", "destroy"])
+def test_after_close_or_destroy_the_id_is_free_and_unknown_ids_are_fine(builder, end):
     first = builder.get_or_create("a", config())
-    first.close()
+    for _ in range(2):
+        first.close() if end == "close" else builder.destroy("a")
+    builder.destroy("never there")
 
     assert builder.get("a") is None
+    with pytest.raises(EngineClosedError):
+        first.lookup(TOKENS)
     second = builder.get_or_create("a", config(chunk_size=16))
     assert second is not first
     assert second.lookup(TOKENS) == 0
-
-
-def test_after_destroy_the_id_is_free_and_unknown_ids_are_fine(builder):
-    first = builder.get_or_create("a", config())
-    builder.destroy("a")
-    builder.destroy("a")
-    builder.destroy("never there")
-
-    with pytest.raises(EngineClosedError):
-        first.lookup(TOKENS)
-    assert builder.get_or_create("a", config(chunk_size=16)) is not first
 
 
 @pytest.mark.parametrize("clear", [False, True])

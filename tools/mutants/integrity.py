@@ -113,7 +113,7 @@ RECORDS = (
         "stages/verify.py",
         "if header.shape != shape:",
         "if False:",
-        ("tests/unit/test_verify_stage.py",),
+        ("tests/unit/test_engine_integrity.py",),
     ),
     Mutation(
         "records from disk are not verified",

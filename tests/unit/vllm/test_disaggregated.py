@@ -194,21 +194,6 @@ def test_resetting_the_cache_ends_a_wait(pair: Pair):
     assert_nothing_is_held(consumer)
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_a_consumer_short_of_blocks_preempts_and_still_answers_right(pair: Pair, overlapped: bool):
-    producer = pair.vllm("kv_producer")
-    consumer = pair.vllm("kv_consumer", num_blocks=24, overlapped=overlapped, max_num_seqs=4)
-    prompts = {f"r{index}": prompt(60, seed=index) for index in range(4)}
-    for name, tokens in prompts.items():
-        consumer.add(name, tokens, max_tokens=70, params=pair.prefill(producer, name, tokens))
-    consumer.run()
-
-    assert consumer.preemptions > 0
-    for name, tokens in prompts.items():
-        assert consumer.outputs[name] == expected(tokens, 70)
-    assert_nothing_is_held(consumer)
-
-
 def test_when_the_shared_tier_refuses_consumers_are_not_told_to_wait(pair: Pair):
     producer = pair.vllm("kv_producer")
     pair.shelf.broken = True

@@ -6,28 +6,24 @@ import asyncio
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
     ExternalCachedBlockPool,
     MooncakeStoreCoordinator,
 )
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
 )
 
 from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.load_policy import Costs, pack_costs
 from lmcache_async.integration.vllm.lookup import Answer, Lookup, Query
-from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, unpack_counts, unpack_keys
+from lmcache_async.integration.vllm.lookup_server import unpack_counts, unpack_keys
+from tests.support.request_keys import BLOCK, CHUNK, opened_keys
+from tests.support.vllm_simulator import spec_of
 
-BLOCK, CHUNK = 2, 8
-SHAPE = {"num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+ROOT = b"r" * 16
 
 
 class Rank:
@@ -72,31 +68,6 @@ class Rank:
         return -1
 
 
-def spec_of(group: KVGroup) -> KVCacheGroupSpec:
-    shape = {"block_size": group.block_size, **SHAPE}
-    if group.window:
-        spec = SlidingWindowSpec(**shape, sliding_window=group.window)
-    elif group.state:
-        spec = MambaSpec(
-            block_size=group.block_size, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-        )
-    elif group.local:
-        spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.local)
-    else:
-        spec = FullAttentionSpec(**shape)
-    return KVCacheGroupSpec([f"layer.{group.index}"], spec)
-
-
-def opened_keys(groups: list[KVGroup], num_tokens: int, ranks: int = 1) -> RequestKeys:
-    """Return the keys of a request of this many tokens; those of all ranks are equal."""
-    keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
-    identity = Identity(PROTOCOL, b"r" * 16, "xxh3_128", CHUNK, block_size_of(groups))
-    group_roots = [bytes([group.index]) * 16 for group in groups]
-    keys.open([b"r" * 16] * ranks, identity, "", group_roots=[group_roots] * ranks)
-    keys.extend(num_tokens, lambda: None)
-    return keys
-
-
 def blocks_of(group: KVGroup, start: int, stop: int) -> set[tuple[int, bytes]]:
     """Return the names in vLLM's cache of the blocks of a group with these tokens."""
     return {
@@ -120,7 +91,11 @@ def find(keys: RequestKeys, groups: list[KVGroup], *ranks: Rank) -> Answer:
 
 def usable(groups: list[KVGroup], num_tokens: int, stored: set[tuple[int, bytes]]) -> int:
     """Return the longest hit by vLLM's own manager classes, with one token left to compute."""
-    coordinator = MooncakeStoreCoordinator([spec_of(group) for group in groups], block_size_of(groups), BLOCK)
+    coordinator = MooncakeStoreCoordinator(
+        [KVCacheGroupSpec([f"layer.{group.index}"], spec_of(group)) for group in groups],
+        block_size_of(groups),
+        BLOCK,
+    )
     hashes = [number.to_bytes(4, "big") for number in range(num_tokens // BLOCK)]
     _, hit = coordinator.find_longest_cache_hit(
         hashes, num_tokens - 1, ExternalCachedBlockPool(BLOCK, stored)
@@ -180,7 +155,7 @@ def test_a_hit_is_that_of_vllms_coordinator_on_what_is_stored(groups, num_tokens
     For each position the coordinator says whether a request can continue there with the chunks and the records for this
     position. Records for two positions are not combined.
     """
-    keys, unit = opened_keys(groups, num_tokens, ranks=2), block_size_of(groups)
+    keys, unit = opened_keys(range(num_tokens), roots=[ROOT] * 2, groups=groups), block_size_of(groups)
     count = data.draw(st.integers(0, num_tokens // CHUNK), label="chunks")
     positions = st.integers(1, 30).map(lambda units: unit * units).filter(lambda each: each <= num_tokens)
     boundaries = data.draw(st.sets(positions, max_size=3) if num_tokens >= unit else st.just(set()))
@@ -215,7 +190,11 @@ def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(
     num_tokens: int, complete: bool
 ) -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
-    rank, keys, stored = Rank(), opened_keys(groups, num_tokens), opened_keys(groups, 2 * CHUNK + BLOCK)
+    rank, keys, stored = (
+        Rank(),
+        opened_keys(range(num_tokens), roots=[ROOT], groups=groups),
+        opened_keys(range(2 * CHUNK + BLOCK), roots=[ROOT], groups=groups),
+    )
     assert stored.tail is not None
     store_chunks(rank, keys, groups, [2, 2])
     rank.stored.update(stored.tail.keys)
@@ -229,7 +208,7 @@ def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(
 
 def test_costs_of_records_are_those_of_their_chunks() -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
-    rank, keys = Rank(costs=((3, 1.0), (6, 4.0))), opened_keys(groups, 3 * CHUNK)
+    rank, keys = Rank(costs=((3, 1.0), (6, 4.0))), opened_keys(range(3 * CHUNK), roots=[ROOT], groups=groups)
     store_chunks(rank, keys, groups, [3, 3])
 
     assert find(keys, groups, rank).costs == ((1, 1.0), (3, 4.0))
@@ -240,7 +219,7 @@ def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(w
     """Also if another prompt has stored the chunks after that position."""
     window = KVGroup(int(with_full), BLOCK, window=5)
     groups = [KVGroup(0, BLOCK), window] if with_full else [window]
-    rank, keys = Rank(), opened_keys(groups, 100)
+    rank, keys = Rank(), opened_keys(range(100), roots=[ROOT], groups=groups)
     store_chunks(rank, keys, groups, [10] * with_full)
     rank.stored.update(unpack_keys(keys.boundary_keys(window, 4 * CHUNK + BLOCK)[0]))
 
@@ -249,7 +228,7 @@ def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(w
 
 def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=9), KVGroup(2, BLOCK, state="GDN")]
-    rank, keys = Rank(), opened_keys(groups, 5 * CHUNK + 1)
+    rank, keys = Rank(), opened_keys(range(5 * CHUNK + 1), roots=[ROOT], groups=groups)
     store_chunks(rank, keys, groups, [5])
     for group in groups[1:]:
         rank.stored.update(unpack_keys(keys.boundary_keys(group, 5 * CHUNK)[0]))
@@ -261,7 +240,7 @@ def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
 def test_a_boundary_after_the_stored_prefix_is_no_hit() -> None:
     """The partial chunk at the end was evicted, and the window before it was not."""
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=9)]
-    rank, keys = Rank(), opened_keys(groups, 5 * CHUNK + 2 * BLOCK + 1)
+    rank, keys = Rank(), opened_keys(range(5 * CHUNK + 2 * BLOCK + 1), roots=[ROOT], groups=groups)
     store_chunks(rank, keys, groups, [5])
     for boundary in (5 * CHUNK + 2 * BLOCK, 4 * CHUNK):
         rank.stored.update(unpack_keys(keys.boundary_keys(groups[1], boundary)[0]))

@@ -6,16 +6,13 @@ from hypothesis import given
 from lmcache_async.hashing import ChunkHasher, Extra
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.keys import PIECE_TOKENS, RequestKeys
-from lmcache_async.integration.vllm.lookup_server import Identity
+from tests.support.request_keys import opened_keys
 
-IDENTITY = Identity(1, b"r" * 16, "xxh3_128", 8, 2)
 ROOTS = (b"r" * 16, b"s" * 16, b"r" * 16)
 
 
 def opened(tokens: list[int], num_prompt: int | None = None, **options: object) -> RequestKeys:
-    chain = RequestKeys("r", tokens, len(tokens) if num_prompt is None else num_prompt, **options)  # type: ignore[arg-type]
-    chain.open(ROOTS, IDENTITY, "")
-    return chain
+    return opened_keys(tokens, roots=ROOTS, num_prompt=num_prompt, hashed=False, **options)
 
 
 @given(tokens=st.lists(st.integers(0, 9), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=5))
@@ -83,21 +80,10 @@ def test_the_candidates_at_a_hole_are_what_a_shorter_prompt_stored_there():
 
 
 WINDOW, LOCAL = KVGroup(1, 2, window=6), KVGroup(2, 2, local=16)
-GROUP_ROOTS = ((b"0" * 16, b"1" * 16, b"2" * 16),) * 3
 
 
 def grouped(tokens: list[int], **options: object) -> RequestKeys:
-    chain = RequestKeys("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
-    chain.open(ROOTS, IDENTITY, "", group_roots=GROUP_ROOTS)
-    chain.extend(len(tokens), lambda: None)
-    return chain
-
-
-@given(boundary=st.integers(1, 30).map(lambda blocks: 2 * blocks))
-def test_a_group_needs_its_window_or_its_attention_chunk(boundary):
-    assert WINDOW.first_needed(boundary) == max(0, boundary - 6)  # five tokens, in three blocks
-    assert LOCAL.first_needed(boundary) == boundary // 16 * 16
-    assert KVGroup(0, 2).first_needed(boundary) == 0
+    return opened_keys(tokens, roots=ROOTS, groups=(KVGroup(0, 2), WINDOW, LOCAL), **options)
 
 
 @given(

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.keys import Promise
 from lmcache_async.integration.vllm.lookup import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
@@ -24,11 +24,9 @@ from lmcache_async.integration.vllm.lookup import (
     Query,
     pause_s,
 )
-from lmcache_async.integration.vllm.lookup_server import Identity
 from tests.simulation.loop import Trace, new_loop
+from tests.support.request_keys import CHUNK, opened_keys
 
-CHUNK, BLOCK = 8, 2
-IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 PROMPT = list(range(30))
 TIMEOUT_S, WAIT_S = 0.5, 2.0
 STEPS_S = 0.01  # duration of the loop's steps, each of some virtual microseconds
@@ -36,15 +34,8 @@ AT_ONCE = pytest.approx(0.0, abs=STEPS_S)
 AT_THE_END = pytest.approx(WAIT_S, abs=STEPS_S)
 
 
-def chain_of(tokens: list[int], roots: tuple[bytes, ...] = (b"0" * 16, b"1" * 16)) -> RequestKeys:
-    chain = RequestKeys("consumer", tokens, len(tokens))
-    chain.open(roots, IDENTITY, "")
-    chain.extend(len(tokens), lambda: None)
-    return chain
-
-
 def promise_of(tokens: list[int], num_tokens: int, **roots: Any) -> Promise:
-    marks = chain_of(tokens, **roots).digests(num_tokens, CHUNK)
+    marks = opened_keys(tokens, **roots).digests(num_tokens, CHUNK)
     assert marks is not None
     return Promise("producer", num_tokens, *marks, 30.0)
 
@@ -60,7 +51,7 @@ class Rank:
 
     def put(self, tokens: list[int], at: float, *, first: int = 0) -> None:
         """Add all chunks of these tokens from the chunk `first` on, including the partial one at the end."""
-        chain = chain_of(tokens)
+        chain = opened_keys(tokens)
         keys = [chain.key(self.index, chunk) for chunk in range(first, len(tokens) // CHUNK)]
         keys += [chain.tail.keys[self.index]] if chain.tail else []
         self.appears.update(dict.fromkeys(keys, at))
@@ -101,7 +92,7 @@ class Bench:
         self, promise: Promise | None, *, tokens: list[int] = PROMPT, wait_s: float = WAIT_S
     ) -> tuple[Answer, PendingLookup, float]:
         """Return the answer and its time."""
-        keys = chain_of(tokens)
+        keys = opened_keys(tokens)
         lookup = Lookup("r#1", len(tokens), 0, now(), promise, wait_s)
         pending = PendingLookup(keys, lookup, keys.end_candidates())
         answer = await self.waiting.answer(pending)
@@ -244,7 +235,7 @@ def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
 
 def test_a_request_that_is_gone_is_not_waited_for():
     async def test(bench: Bench) -> None:
-        keys = chain_of(PROMPT)
+        keys = opened_keys(PROMPT)
         pending = PendingLookup(keys, Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S), keys.end_candidates())
         asking = asyncio.create_task(bench.waiting.answer(pending))
         await asyncio.sleep(0.3)

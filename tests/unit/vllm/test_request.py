@@ -12,19 +12,15 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
-from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.request import (
     Release,
     RequestPolicy,
     RequestTracker,
     StoreSpan,
 )
-
-CHUNK, BLOCK = 8, 2
-IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
+from tests.support.request_keys import BLOCK, CHUNK, opened_keys
 
 
 @dataclass
@@ -51,16 +47,8 @@ def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPoli
     return RequestPolicy(chunk_size=CHUNK, **{"groups": (KVGroup(0, BLOCK),), **given, **options})
 
 
-def keys_of(num_tokens: int, *, hashed: bool = True) -> RequestKeys:
-    keys = RequestKeys("r", list(range(num_tokens)), num_tokens)
-    keys.open((b"0" * 16,), IDENTITY, "")
-    if hashed:
-        keys.extend(num_tokens, lambda: None)
-    return keys
-
-
 def tracker_of(num_tokens: int, settings: RequestPolicy | None = None, **options: Any) -> RequestTracker:
-    return RequestTracker(View(num_tokens), keys_of(num_tokens), settings or policy(), **options)
+    return RequestTracker(View(num_tokens), opened_keys(range(num_tokens)), settings or policy(), **options)
 
 
 def ask(tracker: RequestTracker, *, now: float = 0.0, epoch: int = 0, name: str = "1") -> Lookup:
@@ -192,7 +180,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.epoch = 0
         self.view = View(self.PROMPT)
-        self.keys = keys_of(self.PROMPT)
+        self.keys = opened_keys(range(self.PROMPT))
         self.tracker = RequestTracker(self.view, self.keys, policy())
         self.open: dict[str, Lookup] = {}
         self.released: list[str] = []

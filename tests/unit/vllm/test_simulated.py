@@ -124,19 +124,6 @@ def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators:
     assert sim.outputs["second"] == expected(turn, 4)
 
 
-def test_prompts_that_part_in_the_middle_share_what_they_share(simulators: Simulators):
-    sim = simulators()
-    tokens = prompt(200)
-    sim.add("cold", tokens[:150])
-    simulators.settle(sim)
-    other = tokens[:150] + prompt(100, seed=2)
-    sim.add("other", other)
-    sim.run()
-
-    assert sim.cached_tokens["other"] == (0, 144)  # two chunks of 64, and one block of the third
-    assert sim.outputs["other"] == expected(other, 4)
-
-
 def test_tenants_share_nothing(simulators: Simulators):
     sim = simulators()
     tokens = prompt(200)
@@ -322,23 +309,6 @@ def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: 
     assert_nothing_is_held(sim)
 
 
-def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing_behind(simulators: Simulators):
-    sim = simulators({"vllm.layerwise_load": "never"})
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
-    sim.add("warm", tokens)
-    while not scheduler_of(sim).loads_active:
-        sim.step()
-    sim.abort("warm")
-    sim.run()
-    sim.add("again", tokens)
-    sim.run()
-
-    assert sim.outputs["again"] == expected(tokens, 4)
-    assert_nothing_is_held(sim)
-
-
 def test_a_request_aborted_in_the_middle_of_its_prefill_leaves_what_was_computed(simulators: Simulators):
     sim = simulators()
     tokens = prompt(500)
@@ -421,21 +391,6 @@ def test_blocks_of_a_failed_layerwise_load_are_never_read(simulators: Simulators
 
     assert sim.outputs["sharing"] == expected(sharing, 4)
     assert_nothing_is_held(sim)
-
-
-def test_after_reset_cache_nothing_is_found_and_then_it_works_again(simulators: Simulators, until: Until):
-    sim = simulators()
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
-    assert sim.scheduler.reset_prefix_cache(reset_connector=True)
-    until(lambda: scheduler_of(sim).ready)
-    for name in ("after", "warm"):
-        sim.add(name, tokens)
-        simulators.settle(sim)
-
-    assert sim.cached_tokens["after"] == (0, 0)
-    assert sim.cached_tokens["warm"] == (0, 288)
 
 
 @pytest.mark.parametrize(

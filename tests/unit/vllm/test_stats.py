@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
@@ -19,7 +19,6 @@ from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.metrics import (
     MAX_PARTS,
     PARTS,
-    LMCacheAsyncPromMetrics,
     LMCacheAsyncStats,
     _unregister,
     added_up,
@@ -190,28 +189,6 @@ def test_a_second_engine_in_the_process_starts_at_zero(simulator: SimulatedVLLM)
     assert ("arena_waiting",) not in values()
     second.observe({PARTS: [part]})
     assert values()["arena_waiting",] == 3
-
-
-def test_metrics_pass_through_a_multi_connector(simulator: SimulatedVLLM) -> None:
-    config = simulator.config
-    both = [
-        LMCacheAsyncStats({PARTS: [filled(source, arena_waiting=n)]}) for n, source in ((1, "a"), (2, "b"))
-    ]
-    children = MultiConnector.build_kv_connector_stats({"LMCacheAsyncConnector": both[0]})
-    other = MultiConnector.build_kv_connector_stats({"LMCacheAsyncConnector": both[1]})
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(children.aggregate(other).to_dict()))
-    received = MultiConnector.build_kv_connector_stats(sent)
-    metrics = LMCacheAsyncPromMetrics(
-        config,
-        {Gauge: Gauge, Counter: Counter, Histogram: Histogram},
-        list(LABELS),
-        {0: list(LABELS.values())},
-    )
-
-    metrics.observe(received.to_dict()["LMCacheAsyncConnector"])
-
-    assert values()["arena_waiting",] == 3
-    assert not received.is_empty()
 
 
 def test_vllms_log_line_has_a_few_numbers(simulator: SimulatedVLLM, until: Until) -> None:
