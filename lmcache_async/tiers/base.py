@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
-from lmcache_async.tiers.results import check_flag, read_results, set_read_result, set_write_result
+from lmcache_async.tiers.results import check_flag, read_results, run_each, set_read_result, set_write_result
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -262,16 +261,16 @@ class Tier(ABC, Generic[ConfigT]):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Call `get` for each key; the results are in the order of `keys`.
 
-        If the call is cancelled, every buffer it has received is released before it ends.
+        After a chunk that finds no memory in time, no further one is read; these are misses. If the call is cancelled, every buffer it has received is released before it ends.
 
         Returns:
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
         """
         with read_results(len(keys)) as results:
-            await _run_each(
-                len(keys),
+            await run_each(
+                range(len(keys)),
                 lambda index: set_read_result(results, index, self.get(keys[index], allocate)),
-                self.capabilities.max_concurrency,
+                min(len(keys), self.capabilities.max_concurrency),
             )
         return results
 
@@ -282,10 +281,10 @@ class Tier(ABC, Generic[ConfigT]):
             For each item None if it was stored, else the error.
         """
         results: list[TierError | None] = [None] * len(items)
-        await _run_each(
-            len(items),
+        await run_each(
+            range(len(items)),
             lambda index: set_write_result(results, index, self.put(*items[index])),
-            self.capabilities.max_concurrency,
+            min(len(items), self.capabilities.max_concurrency),
         )
         return results
 
@@ -341,16 +340,3 @@ class Tier(ABC, Generic[ConfigT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the tier. The content of a persistent tier is kept."""
-
-
-async def _run_each(count: int, work: Callable[[int], Awaitable[object]], limit: int) -> None:
-    """Await `work(index)` for `count` indices, at most `limit` at a time."""
-    slots = asyncio.Semaphore(limit)
-
-    async def one(index: int) -> None:
-        async with slots:
-            await work(index)
-
-    async with asyncio.TaskGroup() as group:
-        for index in range(count):
-            group.create_task(one(index))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import contextlib
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -13,6 +15,7 @@ from lmcache_async.logging import describe
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import is_ending, running_task
 
+T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 ReadResult: TypeAlias = Buffer | TierError | None
@@ -75,6 +78,24 @@ async def set_read_result(results: list[ReadResult], position: int, read: Awaita
             raise
         results[position] = error if isinstance(error, TierError) else ContractError.of("get", error)
     return True
+
+
+async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[bool | None]], workers: int) -> None:
+    """Await `work` for each item, at most `workers` at a time. When it has returned False, no further one is begun."""
+    left = iter(items)
+
+    async def run() -> None:
+        for item in left:
+            if await work(item) is False:
+                collections.deque(left, maxlen=0)  # takes all items that are left
+
+    if workers <= 1:
+        await run()
+        return
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run()) for _ in range(workers)]
+    if any(task.cancelled() for task in tasks):
+        raise ContractError("a call for one chunk cancelled its own task")
 
 
 async def set_write_result(results: list[TierError | None], position: int, write: Awaitable[None]) -> None:

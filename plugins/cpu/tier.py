@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFullError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.cpu.config import CPUConfig
-from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, TierStatistics
+from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.eviction import LRUPolicy
-from lmcache_async.tiers.results import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from lmcache_async.memory.arena import Arena
     from lmcache_async.memory.buffer import Buffer
     from lmcache_async.types import ChunkKey
 
 _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
 
 
-class CPUTier(Tier):
+class CPUTier(BundledTier[Arena]):
     """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
 
     When the arena has no free slab, it calls this tier, which evicts the least recently used chunks whose
@@ -31,14 +31,13 @@ class CPUTier(Tier):
     config_type = CPUConfig
 
     def __init__(self, config: CPUConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, "cpu tier")
         self._max_bytes = config.max_bytes
         self._max_slabs = 0
         self._arena: Arena | None = None
         self._chunks: dict[ChunkKey, Buffer] = {}
         self._policy = LRUPolicy()
         self._evictions = 0
-        self._open = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -62,41 +61,24 @@ class CPUTier(Tier):
         arena.add_reclaimer(self._reclaim)
 
     async def contains(self, key: ChunkKey) -> bool:
-        self._check_open()
+        self._usable()
         return key in self._chunks
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        self._check_open()
+        self._usable()
         self._policy.touch(keys, gapless=False)
         return [key in self._chunks for key in keys]
 
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        self._check_open()
-        self._policy.touch(keys, gapless=False)
-        for count, key in enumerate(keys):
-            if key not in self._chunks:
-                return count
-        return len(keys)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        """Return a further lease of the chunk. `allocate` is not called."""
-        [result] = await self.get_many([key], allocate)
-        return unwrap(result)
-
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
+        """Return further leases of the chunks. `allocate` is not called."""
         del allocate
-        self._check_open()
+        self._usable()
         self._policy.touch(keys)
         found = map(self._chunks.get, keys)
         return [None if buffer is None else buffer.retain() for buffer in found]
 
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        self._check_open()
-        self._policy.touch([key])
-        self._keep(key, buffer)
-
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        self._check_open()
+        self._usable()
         results: list[TierError | None] = []
         for key, buffer in items:
             try:
@@ -109,7 +91,7 @@ class CPUTier(Tier):
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
-        self._check_open()
+        self._usable()
         if key not in self._chunks:
             return False
         self._policy.discard(key)
@@ -117,12 +99,12 @@ class CPUTier(Tier):
         return True
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        self._check_open()
+        self._usable()
         for key in tuple(self._chunks):
             yield key
 
     async def clear(self) -> int:
-        self._check_open()
+        self._usable()
         return self._drop_all()
 
     def statistics(self) -> TierStatistics:
@@ -137,19 +119,15 @@ class CPUTier(Tier):
     async def __aenter__(self) -> Self:
         if self._arena is None:
             raise TierClosedError("the cpu tier needs bind(arena) before it is opened")
-        self._open = True
+        self._open(self._arena)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close. All leases are released and the chunks are dropped."""
-        self._open = False
+        self._opened = None
         self._drop_all()
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise TierClosedError("the cpu tier is not open")
 
     def _keep(self, key: ChunkKey, buffer: Buffer) -> None:
         if key in self._chunks:

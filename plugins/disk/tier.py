@@ -31,9 +31,9 @@ from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, de
 from lmcache_async.plugins.disk.files import NO_SPACE, DiskThreads, RecordFiles, RecordReads, too_long
 from lmcache_async.plugins.disk.index import DiskIndex, KeyLocks
 from lmcache_async.plugins.disk.offline import DiskRecords
-from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, Tier, TierStatistics
-from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import no_memory, read_results, unwrap
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, TierStatistics
+from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.results import no_memory, read_results, run_each
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -54,7 +54,7 @@ _UNBOUNDED = 1 << 62  # a directory named without its config has no limit
 _DELETE_BATCH = 256  # records deleted by a thread in one call
 
 
-class DiskTier(Tier):
+class DiskTier(BundledTier["RecordStore"]):
     """One file per record, by direct I/O if the file system supports it.
 
     A record is written under a temporary name and renamed when it is complete, so a file under its final name
@@ -69,12 +69,10 @@ class DiskTier(Tier):
     config_type = DiskConfig
 
     def __init__(self, config: DiskConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, f"disk tier of {config.root}")
         self._config = config
-        self._opened: RecordStore | None = None
         self._scrubbing: asyncio.Task[None] | None = None
         self._max_record_bytes = MAX_RECORD_BYTES
-        self._calls = Calls()
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
     @classmethod
@@ -106,24 +104,12 @@ class DiskTier(Tier):
         self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
-        return key in self._store.index
+        return key in self._usable().index
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        index = self._store.index
+        index = self._usable().index
         index.policy.touch(keys, gapless=False)
         return [key in index for key in keys]
-
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        index = self._store.index
-        index.policy.touch(keys, gapless=False)
-        for count, key in enumerate(keys):
-            if key not in index:
-                return count
-        return len(keys)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        (result,) = await self.get_many([key], allocate)
-        return unwrap(result)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Read the records. If there is no memory for a chunk in time, the chunks after it are misses."""
@@ -131,27 +117,18 @@ class DiskTier(Tier):
             await store.read(keys, allocate, results)
         return results
 
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        with self._call() as store:
-            await store.write(key, buffer)
-            store.index.policy.touch_each([key])
-
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
         with self._call() as store:
-            left = iter(enumerate(items))
 
-            async def work() -> None:
-                for index, (key, buffer) in left:
-                    try:
-                        await store.write(key, buffer)
-                    except TierError as error:
-                        results[index] = error
+            async def write(position: int) -> None:
+                try:
+                    await store.write(*items[position])
+                except TierError as error:
+                    results[position] = error
 
-            async with asyncio.TaskGroup() as group:
-                # As many tasks as use all threads, with some waiting for them.
-                for _ in range(min(len(items), 4 * self._config.io_threads)):
-                    group.create_task(work())
+            # As many at a time as use all threads, with some waiting for them.
+            await run_each(range(len(items)), write, min(len(items), 4 * self._config.io_threads))
             store.index.policy.touch_each([key for key, _ in items])
         return results
 
@@ -170,7 +147,7 @@ class DiskTier(Tier):
             return await store.scrub(max_bytes_per_s)
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
-        for key in tuple(self._store.index):
+        for key in tuple(self._usable().index):
             yield key
 
     async def clear(self) -> int:
@@ -199,8 +176,9 @@ class DiskTier(Tier):
             ConfigError: `odirect` is true and the file system refuses it.
             TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
-        self._opened = await RecordStore.open(self._config, self._max_record_bytes)
-        self._opened.index.on_evicted = self.on_evicted
+        store = await RecordStore.open(self._config, self._max_record_bytes)
+        store.index.on_evicted = self.on_evicted
+        self._open(store)
         if self._config.scrub_interval_s:
             self._scrubbing = asyncio.create_task(self._scrub_periodically(self._config.scrub_interval_s))
         return self
@@ -212,14 +190,13 @@ class DiskTier(Tier):
 
         If cancelled, it does not wait for them. The directory stays locked until the last of them has ended.
         """
-        store = self._store
+        store = self._usable()
         self.statistics()
-        self._opened = None
         if self._scrubbing is not None:
             self._scrubbing.cancel()
         store.closing.set()
         try:
-            await self._calls.wait_ended()
+            await self._end_calls()
         except BaseException:
             store.close_later()
             raise
@@ -229,24 +206,6 @@ class DiskTier(Tier):
         while True:
             await asyncio.sleep(interval_s)
             await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
-
-    @property
-    def _store(self) -> RecordStore:
-        if self._opened is None:
-            raise TierClosedError(f"the disk tier of {self._config.root} is not open")
-        if not self._opened.directory.is_open:
-            raise TierClosedError(
-                f"the disk tier of {self._config.root} was opened before this process was forked:"
-                " open another one here, with a path or a subdirectory of its own"
-            )
-        return self._opened
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[RecordStore]:
-        """The store, which is not closed in the block."""
-        store = self._store
-        with self._calls.one():
-            yield store
 
 
 class RecordStore:

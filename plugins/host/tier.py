@@ -27,9 +27,9 @@ from lmcache_async.plugins.host.config import HostConfig
 from lmcache_async.plugins.host.connection import Link
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
-from lmcache_async.tiers.base import Allocate, Capabilities, Medium, Tier, TierStatistics
-from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import no_memory, read_results, unwrap
+from lmcache_async.tiers.base import Allocate, Capabilities, Medium, TierStatistics
+from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.results import no_memory, read_results
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _TOO_MUCH = "this engine has reached its limit of leased bytes in the daemon's pool; see max_lease_bytes"
 
 
-class HostTier(Tier):
+class HostTier(BundledTier[Link]):
     """Reads and writes the records of its tenant in memory that a daemon shares with all engines of the host.
 
     A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. If the
@@ -59,14 +59,12 @@ class HostTier(Tier):
     config_type = HostConfig
 
     def __init__(self, config: HostConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, "host tier")
         self._config = config
         self._pin = False
         self._pin_device: int | None = None
-        self._link: Link | None = None
         self._copier: Copier | None = None
         self._last_max_bytes: int | None = None
-        self._calls = Calls()
         self._listing = asyncio.Lock()  # a connection has one list at a time
 
     @property
@@ -83,30 +81,17 @@ class HostTier(Tier):
         self._pin = arena.pin and self._config.pin
         self._pin_device = arena.pin_device
 
-    async def contains(self, key: ChunkKey) -> bool:
-        return (await self.contains_many([key]))[0]
-
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys in one message per `MAX_ITEMS` keys. Records that exist count as used."""
         return [bool(flag) for flag in await self._flags(Op.CONTAINS, keys)]
 
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return [*await self.contains_many(keys), False].index(False)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        """Return a lease of the record in the daemon's memory. `allocate` is not called.
-
-        Raises:
-            TierUnavailableError: There is no connection, or the daemon does not answer.
-            BudgetExceededError: This engine has reached its limit of leases.
-        """
-        [result] = await self.get_many([key], allocate)
-        return unwrap(result)
-
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
-        """`get` for each key, in one message per `MAX_ITEMS` keys."""
+        """Return leases of records in the daemon's memory, with one message per `MAX_ITEMS` keys.
+
+        `allocate` is not called. A chunk above this engine's limit of leases has a TierError by BudgetExceededError.
+        """
         del allocate
-        with self._call() as connection, read_results(0) as results:
+        with self._connected() as connection, read_results(0) as results:
             for part in _parts(keys):
                 for grant in await self._granted(connection, Op.LEASE, pack_keys(part), len(part)):
                     if grant.lease:
@@ -116,18 +101,13 @@ class HostTier(Tier):
                         results.append(no_memory(BudgetExceededError(_TOO_MUCH)) if refused else None)
         return results
 
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        [error] = await self.put_many([(key, buffer)])
-        if error is not None:
-            raise error
-
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         """Reserve memory with one message per `MAX_ITEMS` records, copy, and commit with another one.
 
         Records that exist are not copied again. If cancelled, it waits until no copy runs.
         """
         results: list[TierError | None] = []
-        with self._call() as connection:
+        with self._connected() as connection:
             for part in _parts(items):
                 results += await self._put(connection, part)
         return results
@@ -143,15 +123,15 @@ class HostTier(Tier):
 
     async def clear(self) -> int:
         """Remove all records of the tenant, including those of other engines."""
-        with self._call() as connection:
+        with self._connected() as connection:
             answer = await self._ask(connection, Op.CLEAR)
             [count] = unpack_numbers(answer)
         return count
 
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tenant in the last answer; without a connection only the counters."""
-        figures = None if self._link is None else self._link.figures
-        evictions = 0 if self._link is None else self._link.evictions
+        figures = None if self._opened is None else self._opened.figures
+        evictions = 0 if self._opened is None else self._opened.evictions
         if figures is None:
             return TierStatistics(max_bytes=self._last_max_bytes, evictions=evictions, common=True)
         self._last_max_bytes = figures.max_bytes
@@ -168,29 +148,26 @@ class HostTier(Tier):
         link = Link(self._config, pin=self._pin, pin_device=self._pin_device)
         await link.open()
         self._copier = Copier(self._config.copy_threads)
-        self._link = link
+        self._open(link)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
-        link, copier = self._link, self._copier
-        if link is None or copier is None:
-            raise TierClosedError("the host tier is not open")
-        self._link = self._copier = None
+        link, copier = self._usable(), self._copier
+        assert copier is not None  # open
+        self._copier = None
         link.close()
-        await self._calls.wait_ended()
+        await self._end_calls()
         await link.wait_closed()
         copier.close()
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[Connection]:
+    def _connected(self) -> Iterator[Connection]:
         """The connection for a call. It is closed if an answer does not match its request."""
-        if self._link is None:
-            raise TierClosedError("the host tier is not open")
-        connection = self._link.connection
-        with self._calls.one():
+        with self._call() as link:
+            connection = link.connection
             try:
                 yield connection
             except ProtocolError as error:
@@ -201,7 +178,7 @@ class HostTier(Tier):
 
     async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[int]:
         flags: list[int] = []
-        with self._call() as connection:
+        with self._connected() as connection:
             for part in _parts(keys):
                 answer = await self._ask(connection, op, pack_keys(part))
                 flags += unpack_flags(answer, len(part))
@@ -211,7 +188,7 @@ class HostTier(Tier):
         """Request the list of keys in pieces. The daemon keeps the list per connection."""
         found: list[ChunkKey] = []
         async with self._listing:
-            with self._call() as connection:
+            with self._connected() as connection:
                 while True:
                     answer = await self._ask(connection, Op.KEYS, pack_numbers([len(found)]))
                     piece = unpack_keys(answer)

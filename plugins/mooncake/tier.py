@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
-from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import no_memory, read_results, unwrap
+from lmcache_async.tiers.base import Allocate, Capabilities
+from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.results import no_memory, read_results, run_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from mooncake.store import MooncakeDistributedStore
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from lmcache_async.types import ChunkKey
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(BundledTier[Pool]):
     """Stores records in a Mooncake Store, which transfers them between its segments and the registered arena.
 
     A batch is a few calls of the engine, each in a thread, without a copy by the tier. The master decides
@@ -42,13 +41,10 @@ class MooncakeTier(Tier):
     config_type = MooncakeConfig
 
     def __init__(self, config: MooncakeConfig, *, store: MooncakeDistributedStore | None = None) -> None:
-        super().__init__(config)
+        super().__init__(config, f"mooncake tier of {config.url}")
         self._config = config
         self._store = store
         self._arena: Arena | None = None
-        self._opened: Pool | None = None
-        self._corrupt: collections.Counter[str] = collections.Counter()
-        self._calls = Calls()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -61,34 +57,19 @@ class MooncakeTier(Tier):
         """Use the arena, whose memory is registered when the tier is opened. A record fits into one slab."""
         self._arena = arena
 
-    async def contains(self, key: ChunkKey) -> bool:
-        return (await self.contains_many([key]))[0]
-
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as pool:
             return await pool.contains(keys) if keys else []
 
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return [*await self.contains_many(keys), False].index(False)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        [result] = await self.get_many([key], allocate)
-        return unwrap(result)
-
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         with self._call() as pool, read_results(len(keys)) as results:
 
-            async def get(positions: Sequence[int]) -> None:
-                await self._get_batch(pool, keys, positions, allocate, results)
+            async def get(positions: Sequence[int]) -> bool:
+                return await self._get_batch(pool, keys, positions, allocate, results)
 
             for positions in _rounds(keys):
                 await self._in_batches(positions, get, results)
         return results
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        [error] = await self.put_many([(key, buffer)])
-        if error is not None:
-            raise error
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
@@ -108,10 +89,6 @@ class MooncakeTier(Tier):
         with self._call() as pool:
             return await pool.remove(key)
 
-    def statistics(self) -> TierStatistics:
-        """Return the counts of corrupt records. Only the master knows the number and size of records."""
-        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
-
     async def __aenter__(self) -> Self:
         """Join the pool. If its master does not answer, it is joined in the background.
 
@@ -127,7 +104,7 @@ class MooncakeTier(Tier):
         except BaseException:
             await pool.aclose()
             raise
-        self._opened = pool
+        self._open(pool)
         return self
 
     async def __aexit__(
@@ -137,8 +114,7 @@ class MooncakeTier(Tier):
         if self._opened is None:
             return
         pool = self._opened
-        self._opened = None
-        await self._calls.wait_ended()
+        await self._end_calls()
         await pool.aclose()
 
     async def _get_batch(
@@ -148,18 +124,19 @@ class MooncakeTier(Tier):
         positions: Sequence[int],
         allocate: Allocate,
         results: list[Buffer | TierError | None],
-    ) -> None:
-        """Read records directly into new leases. The engine returns the length of each."""
+    ) -> bool:
+        """Read records directly into new leases. Return whether there was memory for all of them."""
         assert self._arena is not None  # open
         leased: dict[int, Buffer] = {}
         try:
             for position in positions:
                 try:
                     leased[position] = await allocate(self._arena.slab_bytes)
-                except BudgetExceededError as error:
+                except BudgetExceededError as error:  # the chunks that got memory are usable
                     results[position] = no_memory(error)
+                    break
             if not leased:
-                return
+                return False
             asked = [keys[position] for position in leased]
             answers = await pool.get(asked, list(leased.values()))
             for position, key, answer in zip(tuple(leased), asked, answers, strict=True):
@@ -170,6 +147,7 @@ class MooncakeTier(Tier):
                     await self._reject_length(pool, key)
                 elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
                     results[position] = pool.error("get", key, answer)
+            return len(asked) == len(positions)
         finally:
             for buffer in leased.values():
                 buffer.release()
@@ -183,7 +161,7 @@ class MooncakeTier(Tier):
     async def _in_batches(
         self,
         positions: Sequence[int],
-        work: Callable[[Sequence[int]], Coroutine[Any, Any, None]],
+        work: Callable[[Sequence[int]], Awaitable[bool | None]],
         results: list[TierError | None] | list[Buffer | TierError | None],
     ) -> None:
         """Call `work` with batches of positions, as many at the same time as there are threads.
@@ -192,32 +170,18 @@ class MooncakeTier(Tier):
         """
         assert self._arena is not None  # open
         step = max(1, self._config.batch_bytes // self._arena.slab_bytes)
-        batches = iter([positions[start : start + step] for start in range(0, len(positions), step)])
+        batches = [positions[start : start + step] for start in range(0, len(positions), step)]
 
-        async def worker() -> None:
-            for batch in batches:
-                try:
-                    await work(batch)
-                except TierError as error:
-                    for position in batch:
-                        if results[position] is None:
-                            results[position] = error
+        async def run(batch: Sequence[int]) -> bool | None:
+            try:
+                return await work(batch)
+            except TierError as error:
+                for position in batch:
+                    if results[position] is None:
+                        results[position] = error
+                return None
 
-        count = min(self._config.threads, -(-len(positions) // step))
-        if count == 1:
-            await worker()
-        elif count > 1:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(count):
-                    group.create_task(worker())
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[Pool]:
-        """Provide the client, which is not closed before the block ends."""
-        if self._opened is None:
-            raise TierClosedError(f"the mooncake tier of {self._config.url} is not open")
-        with self._calls.one():
-            yield self._opened
+        await run_each(batches, run, min(self._config.threads, len(batches)))
 
 
 def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
+from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.plugins.s3.bucket import Bucket
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.plugins.s3.stores import open_store
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
-from lmcache_async.tiers.calls import Calls
+from lmcache_async.tiers.base import Allocate, Capabilities
+from lmcache_async.tiers.bundled import BundledTier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Sequence
     from types import TracebackType
 
     from obstore import Bytes, ObjectMeta
@@ -43,7 +41,7 @@ _NUM_COPIES = 2
 """Threads that copy into the arena. One thread copies 10 GB/s, unless it waits for a CPU."""
 
 
-class S3Tier(Tier):
+class S3Tier(BundledTier[Bucket]):
     """Stores each record as one object, put in one request: it exists as a whole or not at all.
 
     The tier has no index: a lookup is a request to the store, so records of other processes are found. A
@@ -62,16 +60,12 @@ class S3Tier(Tier):
     config_type = S3Config
 
     def __init__(self, config: S3Config, *, store: ObjectStore | None = None) -> None:
-        super().__init__(config)
+        super().__init__(config, f"s3 tier of {config.url}")
         self._config = config
         self._store = store
-        self._opened: Bucket | None = None
         self._copies: WorkerPool | None = None
-        self._process = 0
         self._max_record_bytes = MAX_RECORD_BYTES
-        self._corrupt: collections.Counter[str] = collections.Counter()
         self._logger = LimitedLogger(logging.getLogger(__name__))
-        self._calls = Calls()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -87,10 +81,6 @@ class S3Tier(Tier):
     def bind(self, arena: Arena) -> None:
         """Limit records to the slabs of the arena. A longer object is corrupt."""
         self._max_record_bytes = arena.slab_bytes
-
-    async def contains(self, key: ChunkKey) -> bool:
-        with self._call() as bucket:
-            return await bucket.find(key) is not None
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as bucket:
@@ -137,10 +127,6 @@ class S3Tier(Tier):
         with self._call() as bucket:
             return await bucket.delete_all()
 
-    def statistics(self) -> TierStatistics:
-        """Return the counts of corrupt records. Only the store knows the number and size of records."""
-        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
-
     async def __aenter__(self) -> Self:
         """Check the bucket and open. If the store does not answer, the tier is opened anyway.
 
@@ -148,13 +134,12 @@ class S3Tier(Tier):
             ConfigError: The options are invalid.
             TierError: There is no such bucket, or the credentials are refused.
         """
-        self._process = os.getpid()
         bucket = Bucket(self._config, self._store or open_store(self._config))
         try:
             await bucket.check()
         except TierUnavailableError as error:
             self._logger.report("open", "%s; the s3 tier misses every chunk until the store answers", error)
-        self._opened = bucket
+        self._open(bucket)
         self._copies = WorkerPool(_NUM_COPIES, thread_name_prefix="lmcache-s3-copy")
         return self
 
@@ -162,8 +147,7 @@ class S3Tier(Tier):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close after running calls have ended. The records stay."""
-        self._opened = None
-        await self._calls.wait_ended()
+        await self._end_calls()
         if self._copies is not None:
             self._copies.shutdown(wait=True)  # copies end before their calls
 
@@ -239,18 +223,6 @@ class S3Tier(Tier):
         )
         with contextlib.suppress(TierError):
             await bucket.delete(key)
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[Bucket]:
-        """Provide the bucket, which is not closed before the block ends."""
-        if self._opened is None:
-            raise TierClosedError(f"the s3 tier of {self._config.url} is not open")
-        if self._process != os.getpid():
-            raise TierClosedError(
-                f"the s3 tier of {self._config.url} was opened before this process was forked: open one in this process"
-            )
-        with self._calls.one():
-            yield self._opened
 
 
 async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from lmcache_async.errors import (
     ChunkCorruptError,
     ConfigError,
-    TierClosedError,
     TierError,
     TierUnavailableError,
 )
@@ -21,20 +19,19 @@ from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, 
 from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
 from lmcache_async.plugins.valkey.node import Access
 from lmcache_async.plugins.valkey.protocol import encode, encode_around
-from lmcache_async.plugins.valkey.topology import make_topology
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierStatistics
-from lmcache_async.tiers.calls import Calls
-from lmcache_async.tiers.results import read_results, set_read_result, set_write_result, unwrap
+from lmcache_async.plugins.valkey.topology import Topology, make_topology
+from lmcache_async.tiers.base import Allocate, Capabilities
+from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.results import read_results, run_each, set_read_result, set_write_result
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from types import TracebackType
 
     from lmcache_async.memory.arena import Arena
     from lmcache_async.plugins.valkey.connection import Connection
     from lmcache_async.plugins.valkey.node import Node
     from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
-    from lmcache_async.plugins.valkey.topology import Topology
     from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -42,7 +39,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class ValkeyTier(Tier):
+class ValkeyTier(BundledTier[Topology]):
     """Stores each record as one string, named by the prefix and the key in hex.
 
     Records that the server evicts, expires or loses are misses. If the server is full, a put fails with
@@ -60,7 +57,7 @@ class ValkeyTier(Tier):
         Raises:
             ConfigError: One of them cannot be used.
         """
-        super().__init__(config)
+        super().__init__(config, "valkey tier")
         self._config = config
         self._prefix = config.key_prefix.encode()
         self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
@@ -68,9 +65,6 @@ class ValkeyTier(Tier):
         self._access = Access(config, read_auth(config), tls)
         self._sentinel_access = Access(config, read_auth(config, "sentinel_"), tls, kind="sentinel")
         self._max_record_bytes: int | None = None
-        self._opened: Topology | None = None
-        self._corrupt: Counter[str] = Counter()
-        self._calls = Calls()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -86,9 +80,6 @@ class ValkeyTier(Tier):
         """Take the slab size as the limit of a record; longer values are corrupt."""
         self._max_record_bytes = arena.slab_bytes
 
-    async def contains(self, key: ChunkKey) -> bool:
-        return (await self.contains_many([key]))[0]
-
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
         with self._call() as topology:
@@ -98,27 +89,15 @@ class ValkeyTier(Tier):
             raise errors[0]
         return [answer == 1 for answer in answers]
 
-    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return [*await self.contains_many(keys), False].index(False)
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        [result] = await self.get_many([key], allocate)
-        return unwrap(result)
-
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Get each key; nodes fail independently of each other."""
         with read_results(len(keys)) as results, self._call() as topology:
 
-            async def one(position: int) -> None:
-                await set_read_result(results, position, self._get(topology, keys[position], allocate))
+            async def one(position: int) -> bool:
+                return await set_read_result(results, position, self._get(topology, keys[position], allocate))
 
             await self._by_node(topology, keys, results, one)
         return results
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
-        [error] = await self.put_many([(key, buffer)])
-        if error is not None:
-            raise error
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         results: list[TierError | None] = [None] * len(items)
@@ -141,7 +120,7 @@ class ValkeyTier(Tier):
         """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
         # Not a call that closing waits for: the consumer may stop the iteration at any point.
-        async with contextlib.aclosing(scan(self._topology, self._prefix)) as batches:
+        async with contextlib.aclosing(scan(self._usable(), self._prefix)) as batches:
             async for found in batches:
                 for key in found:
                     if key not in seen:
@@ -161,17 +140,13 @@ class ValkeyTier(Tier):
                         removed += answer == 1
         return removed
 
-    def statistics(self) -> TierStatistics:
-        """Return the counts of corrupt records. Only the server knows the number and size of records."""
-        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
-
     async def __aenter__(self) -> Self:
         """Open. A server that cannot be reached is connected to later.
 
         Raises:
             ConfigError: The server refuses user and password.
         """
-        self._opened = make_topology(self._access, self._sentinel_access)
+        self._open(make_topology(self._access, self._sentinel_access))
         try:
             with self._call() as topology:
                 [answer] = await ask_each(topology, b"EXISTS", [self._prefix])
@@ -191,24 +166,11 @@ class ValkeyTier(Tier):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close. Calls under way end with TierClosedError; content stays."""
-        topology = self._topology
-        self._opened = None
+        topology = self._usable()
         topology.close()
-        await self._calls.wait_ended()
+        await self._end_calls()
         await topology.wait_closed()
         await asyncio.sleep(0)  # for sockets whose connects were cancelled in this iteration of the loop
-
-    @property
-    def _topology(self) -> Topology:
-        if self._opened is None:
-            raise TierClosedError("the valkey tier is not open")
-        return self._opened
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[Topology]:
-        topology = self._topology
-        with self._calls.one():
-            yield topology
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._prefix + key.hex().encode()
@@ -248,7 +210,7 @@ class ValkeyTier(Tier):
         topology: Topology,
         keys: Sequence[ChunkKey],
         results: list[T | TierError | None],
-        one: Callable[[int], Awaitable[None]],
+        one: Callable[[int], Awaitable[bool | None]],
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections.
 
@@ -266,12 +228,6 @@ class ValkeyTier(Tier):
             else:
                 by_node.setdefault(node, []).append(position)
 
-        async def work(left: Iterator[int]) -> None:
-            for position in left:
-                await one(position)
-
         async with asyncio.TaskGroup() as group:
             for positions in by_node.values():
-                left = iter(positions)
-                for _ in range(min(len(positions), self._config.connections)):
-                    group.create_task(work(left))
+                group.create_task(run_each(positions, one, min(len(positions), self._config.connections)))

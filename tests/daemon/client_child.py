@@ -31,7 +31,7 @@ async def hold(path: Path) -> None:
             await tier.put(key_of(1), buffer)
             got = await tier.get(key_of(1), no_memory)
             assert got is not None
-            connection = tier._link.connection  # type: ignore[union-attr]
+            connection = tier._opened.connection  # type: ignore[union-attr]
             wishes = pack_wishes([(key_of(2), buffer.nbytes)])
             [grant] = await tier._granted(connection, Op.RESERVE, wishes, 1)
             connection.mapping.target(grant)[:5000] = buffer.array[:5000]

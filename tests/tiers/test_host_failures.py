@@ -128,14 +128,14 @@ async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(arena, a
             await put(tier, arena, 1)
             old = await tier.get(key_of(1), allocate)
             assert old is not None
-        assert tier._link is not None
-        while tier._link.connected.is_set():  # the closed connection is noticed soon
+        assert tier._opened is not None
+        while tier._opened.connected.is_set():  # the closed connection is noticed soon
             await asyncio.sleep(0)
         with pytest.raises(TierUnavailableError):
             await tier.contains(key_of(1))
         assert tier.statistics().chunks == 0
         with ThreadedDaemon(path, max_bytes="2MiB") as second:
-            await asyncio.wait_for(tier._link.connected.wait(), DEADLINE_S)
+            await asyncio.wait_for(tier._opened.connected.wait(), DEADLINE_S)
             assert await tier.get(key_of(1), allocate) is None
             await put(tier, arena, 1)
             new = await tier.get(key_of(1), allocate)
@@ -164,7 +164,7 @@ async def listed(tier: HostTier) -> list[ChunkKey]:
 @pytest.mark.usefixtures("few_items")
 async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
-    link, ask = tier._link, tier._ask
+    link, ask = tier._opened, tier._ask
     assert link is not None
 
     async def answered(connection: Connection, *question: Any) -> bytes:
@@ -184,7 +184,7 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, 
 
 async def test_reconnecting_goes_on_after_an_unexpected_error(tier, arena, monkeypatch):
     await put(tier, arena, 1)
-    link = tier._link
+    link = tier._opened
     assert link is not None
     connect, errors = Link.connect, [RuntimeError("can't start new thread")]
 
@@ -366,7 +366,7 @@ async def test_a_reservation_lasts_until_its_copy_has_really_ended(daemon, arena
     gate = Gate(monkeypatch)
     tier = opened(daemon, arena)
     await tier.__aenter__()
-    connection = tier._link.connection  # type: ignore[union-attr]
+    connection = tier._opened.connection  # type: ignore[union-attr]
     buffer = record(arena, 1)
     call = asyncio.ensure_future(tier.put(key_of(1), buffer))
     await gate.reached()
@@ -439,9 +439,9 @@ async def test_a_large_record_is_copied_by_several_threads_to_the_byte():
 async def test_the_memory_is_not_inherited_by_children_or_programs(tier, arena):
     """A forked child does not see the mapping, and a program run by it does not inherit the descriptor."""
     await put(tier, arena, 1)
-    address = tier._link.connection.mapping._region.address  # type: ignore[union-attr]
+    address = tier._opened.connection.mapping._region.address  # type: ignore[union-attr]
     assert "dc" in await asyncio.to_thread(flags_of, address)  # do not copy on fork
-    anchor = tier._link.connection.mapping._anchor  # type: ignore[union-attr]
+    anchor = tier._opened.connection.mapping._anchor  # type: ignore[union-attr]
     assert not anchor.get_inheritable()
 
 
@@ -474,7 +474,7 @@ async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(ar
         tier._pin, tier._pin_device = True, 0
         async with tier:
             assert await asyncio.to_thread(cuda.begun.wait, DEADLINE_S)
-            connection = tier._link.connection  # type: ignore[union-attr]
+            connection = tier._opened.connection  # type: ignore[union-attr]
             await asyncio.to_thread(daemon.stop)
             await connection.wait_closed()
             assert not connection.usable

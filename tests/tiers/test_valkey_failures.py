@@ -267,7 +267,8 @@ async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allo
     dead = Endpoint("127.0.0.1", free_port())
     monkeypatch.setattr(ValkeyConfig, "address", replace(both, endpoints=(dead, *both.endpoints)))
     tier = ValkeyTier(settings)
-    tier._opened = topology = FailingOver(tier._access)
+    topology = FailingOver(tier._access)
+    tier._open(topology)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(tier.__aexit__)
         assert await get(tier, allocate, 1, 2, 3) == ["TierUnavailableError", "hit", "hit"]

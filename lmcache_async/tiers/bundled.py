@@ -1,0 +1,92 @@
+"""Base of the bundled tiers: what is open, the calls that use it, and single chunks as batches of one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from lmcache_async.errors import TierClosedError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
+from lmcache_async.tiers.results import unwrap
+from lmcache_async.types import ChunkKey
+
+OpenedT = TypeVar("OpenedT")
+
+
+class BundledTier(Tier, Generic[OpenedT]):
+    """A tier with an object that exists while it is open. Used on one event loop.
+
+    A derived class overrides `contains_many`, `get_many` and `put_many`, or the methods for single chunks.
+
+    Args:
+        config: Options of the tier.
+        label: Name of the tier in messages, such as `s3 tier of s3://bucket`.
+    """
+
+    def __init__(self, config: Any, label: str) -> None:
+        super().__init__(config)
+        self._label = label
+        self._opened: OpenedT | None = None
+        self._process = 0
+        self._corrupt: Counter[str] = Counter()  # by cause
+        self._running = 0
+        self._ended: asyncio.Future[None] | None = None
+
+    async def contains(self, key: ChunkKey) -> bool:
+        return (await self.contains_many([key]))[0]
+
+    async def count_prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return [*await self.contains_many(keys), False].index(False)
+
+    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
+        [result] = await self.get_many([key], allocate)
+        return unwrap(result)
+
+    async def put(self, key: ChunkKey, buffer: Buffer) -> None:
+        [error] = await self.put_many([(key, buffer)])
+        if error is not None:
+            raise error
+
+    def statistics(self) -> TierStatistics:
+        """Return the counts of corrupt records. By default only the backend knows number and size of records."""
+        return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
+
+    def _open(self, opened: OpenedT) -> None:
+        self._opened, self._process = opened, os.getpid()
+
+    def _usable(self) -> OpenedT:
+        """Return what is open. Raise TierClosedError if nothing is, or if it was opened before a fork."""
+        if self._opened is None:
+            raise TierClosedError(f"the {self._label} is not open")
+        if self._process != os.getpid():
+            raise TierClosedError(
+                f"the {self._label} was opened before this process was forked: open one in this process"
+            )
+        return self._opened
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[OpenedT]:
+        """Return what is open. It is not closed in the block."""
+        opened = self._usable()
+        self._running += 1
+        try:
+            yield opened
+        finally:
+            self._running -= 1
+            if not self._running and self._ended is not None and not self._ended.done():
+                self._ended.set_result(None)
+
+    async def _end_calls(self) -> None:
+        """Start no further call, and wait until no call is running. Only one task may wait.
+
+        There is no deadline: the caller must already have made the calls end. Cancellation only stops the wait.
+        """
+        self._opened = None
+        if self._running:
+            self._ended = asyncio.get_running_loop().create_future()
+            await self._ended
