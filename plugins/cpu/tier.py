@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self
 
 from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.cpu.config import CPUConfig
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, TierStatistics
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.eviction import LRUPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from types import TracebackType
-
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
 

@@ -8,19 +8,15 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil  # of the extra cli, like doctor
 
+from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import RecordDirectory, detect_direct, lock_holder
 from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lmcache_async.plugins.disk.config import DiskConfig
 
 _BLOCK_BYTES = 4 << 20
 _SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it

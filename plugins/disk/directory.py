@@ -25,16 +25,14 @@ import secrets
 import stat
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lmcache_async.errors import ConfigError, TierInUseError, TierUnavailableError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import KEY_BYTES, ChunkKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TEMPORARY_FOLDER = "tmp"
 TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")

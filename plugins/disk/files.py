@@ -14,23 +14,19 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.record import prove
 from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory
 from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory
 
 READ_PIECE_BYTES = 2 << 20
 """Large enough for the full speed of the disk, small enough for a record of 8 MiB to occupy four threads."""

@@ -6,17 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lmcache_async.errors import TierFullError
 from lmcache_async.tiers.eviction import LRUPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-
-    from lmcache_async.tiers.offline import StoredRecord
-    from lmcache_async.types import ChunkKey
+from lmcache_async.tiers.offline import StoredRecord
+from lmcache_async.types import ChunkKey
 
 # Between the stamps of a chunk and the next chunk of its prompt. Larger than the time resolution of file systems.
 STAMP_STEP_NS = 1000

@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from lmcache_async.errors import (
     ChunkCorruptError,
@@ -27,6 +27,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import (
     QUARANTINE_FOLDER,
     QUARANTINE_NAME,
@@ -38,10 +39,7 @@ from lmcache_async.plugins.disk.directory import (
 )
 from lmcache_async.plugins.disk.files import NO_SPACE, RecordFiles, pages, read_all
 from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
-
-if TYPE_CHECKING:
-    from lmcache_async.plugins.disk.config import DiskConfig
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 

@@ -9,7 +9,11 @@ import logging
 import mmap
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import aiofiles.os
 
@@ -22,31 +26,29 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
-from lmcache_async.plugins.disk.files import NO_SPACE, DiskThreads, RecordFiles, RecordReads, too_long
-from lmcache_async.plugins.disk.index import DiskIndex, KeyLocks
+from lmcache_async.plugins.disk.files import (
+    NO_SPACE,
+    DiskThreads,
+    Failure,
+    RecordFiles,
+    RecordReads,
+    too_long,
+)
+from lmcache_async.plugins.disk.index import DiskIndex, Entry, KeyLocks
 from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, TierStatistics
 from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.diagnosis import Check
+from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord
 from lmcache_async.tiers.results import no_memory, read_results, run_each
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
-    from types import TracebackType
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.plugins.disk.files import Failure
-    from lmcache_async.plugins.disk.index import Entry
-    from lmcache_async.tiers.diagnosis import Check
-    from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 

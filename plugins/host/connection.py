@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
 from lmcache_async.daemon.messages import (
@@ -34,10 +34,8 @@ from lmcache_async.daemon.messages import (
 from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.region import Region
+from lmcache_async.plugins.host.config import HostConfig
 from lmcache_async.plugins.host.mapping import Mapping
-
-if TYPE_CHECKING:
-    from lmcache_async.plugins.host.config import HostConfig
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

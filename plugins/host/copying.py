@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
 
 from lmcache_async.errors import TierClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.copies import FasterWay, copy_bytes
 from lmcache_async.memory.threads import WorkerPool, wait_ended
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
 
 Pair: TypeAlias = tuple[Bytes, Bytes]
 """Target and source of a copy, of equal length."""

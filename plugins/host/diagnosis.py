@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
 from lmcache_async.errors import ConfigError
+from lmcache_async.plugins.host.config import HostConfig
 from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
-
-if TYPE_CHECKING:
-    from lmcache_async.plugins.host.config import HostConfig
 
 _CONNECT_S = 2.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmcache_async.memory.buffer import PAGE, Buffer, Slab
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from lmcache_async.daemon.messages import Grant
-    from lmcache_async.memory.buffer import Bytes
-    from lmcache_async.memory.region import Region
+from lmcache_async.daemon.messages import Grant
+from lmcache_async.memory.buffer import PAGE, Buffer, Bytes, Slab
+from lmcache_async.memory.region import Region
 
 UNMAP_S = 5.0
 """Longest wait for the memory to be unpinned and unmapped, in seconds."""

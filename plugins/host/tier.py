@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Self, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
 
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
@@ -22,23 +24,17 @@ from lmcache_async.daemon.messages import (
     unpack_numbers,
 )
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host.config import HostConfig
-from lmcache_async.plugins.host.connection import Link
+from lmcache_async.plugins.host.connection import Connection, Link
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, TierStatistics
 from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.results import no_memory, read_results
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from types import TracebackType
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.plugins.host.connection import Connection
-    from lmcache_async.tiers.diagnosis import Check
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 

@@ -6,22 +6,20 @@ import asyncio
 import collections
 import logging
 import socket
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_async.errors import MissingDependencyError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
+from lmcache_async.plugins.mooncake.config import MooncakeConfig
+from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from mooncake.store import MooncakeDistributedStore
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.plugins.mooncake.config import MooncakeConfig
-    from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.results import no_memory, read_results, run_each
+from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from types import TracebackType
-
     from mooncake.store import MooncakeDistributedStore
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.types import ChunkKey
 
 
 class MooncakeTier(BundledTier[Pool]):

@@ -6,24 +6,22 @@ import asyncio
 import contextlib
 import re
 import weakref
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import run_shielded
+from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.plugins.s3.stores import translated
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
     from obstore import Bytes, GetOptions, ObjectMeta
     from obstore.store import ObjectStore
-
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.plugins.s3.config import S3Config
 
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
 _NO_NAME = "-"  # no record has this prefix, so a list of it is short

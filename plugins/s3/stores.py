@@ -11,11 +11,10 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from lmcache_async.config.files import read_bounded, read_secret_file
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.plugins.s3.config import S3Config
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
-    from lmcache_async.plugins.s3.config import S3Config
 
 _MAX_CERTIFICATE_BYTES = 16 << 20
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.plugins.s3.bucket import Bucket
@@ -19,17 +23,11 @@ from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
-    from types import TracebackType
-
     from obstore import Bytes, ObjectMeta
     from obstore.store import ObjectStore
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.plugins.valkey.connection import Connection, refusal
+from lmcache_async.plugins.valkey.node import Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_each
+from lmcache_async.plugins.valkey.topology import Topology
 from lmcache_async.types import KEY_BYTES, ChunkKey
-
-if TYPE_CHECKING:
-    from lmcache_async.plugins.valkey.node import Node
-    from lmcache_async.plugins.valkey.topology import Topology
 
 T = TypeVar("T")
 

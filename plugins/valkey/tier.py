@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
 
 from lmcache_async.errors import (
     ChunkCorruptError,
@@ -13,26 +15,18 @@ from lmcache_async.errors import (
     TierError,
     TierUnavailableError,
 )
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.client import ask_each, run_at_node, scan
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
-from lmcache_async.plugins.valkey.connection import RefusedCredentialsError
-from lmcache_async.plugins.valkey.node import Access
-from lmcache_async.plugins.valkey.protocol import encode, encode_around
+from lmcache_async.plugins.valkey.connection import Connection, RefusedCredentialsError
+from lmcache_async.plugins.valkey.node import Access, Node
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_around
 from lmcache_async.plugins.valkey.topology import Topology, make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.results import read_results, run_each, set_read_result, set_write_result
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from types import TracebackType
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.plugins.valkey.connection import Connection
-    from lmcache_async.plugins.valkey.node import Node
-    from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 
