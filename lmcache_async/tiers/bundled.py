@@ -24,7 +24,6 @@ class BundledTier(Tier, Generic[OpenedT]):
     A derived class overrides `contains_many`, `get_many` and `put_many`, or the methods for single chunks.
 
     Args:
-        config: Options of the tier.
         label: Name of the tier in messages, such as `s3 tier of s3://bucket`.
     """
 

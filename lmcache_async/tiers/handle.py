@@ -71,11 +71,8 @@ class CallLeases:
     """Leases of one call of a tier. They end with the call, whatever the tier does with them.
 
     A tier may release a buffer that it received, any number of times or not at all. A buffer that it returns
-    is transferred to the caller; the tier can neither use nor release it any more.
-
-    Args:
-        call: The call.
-        foreign: Whether the tier returns leases of memory that is not from `allocate`.
+    is transferred to the caller; the tier can neither use nor release it any more. A `foreign` tier returns
+    leases of memory that is not from `allocate`.
     """
 
     __slots__ = ("_allocate", "_ended", "_foreign", "_further", "_leases", "_most", "_waiting")
@@ -159,23 +156,13 @@ class TierHandle:
     TierError if the tier fails.
 
     Args:
-        tier: The tier.
-        name: Tier id, for messages.
-        logger: Logger of the tier, one line per cause.
-        timeout_s: Longest time of a call in seconds.
-        layers: Layers, outermost first.
-        open_timeout_s: Longest time of opening in seconds.
         close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
             `timeout_s`, which is also the default.
         watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not visible here.
 
     Attributes:
-        name: Tier id.
         capabilities: Capabilities of the tier, read when it was created, bound and opened.
         layers: The layers, outermost first, with the deadline.
-
-    Raises:
-        ConfigError: `capabilities` of the tier is not an instance of Capabilities.
     """
 
     def __init__(
@@ -267,12 +254,10 @@ class TierHandle:
             self._report("closing", f"closing failed: {describe(failure)}")
 
     def lookup(self, keys: Sequence[ChunkKey], *, exact: bool = False) -> Coroutine[Any, Any, list[bool]]:
-        """Return for each key whether `get` would find the chunk now.
+        """Return for each key, in prefix order, whether `get` would find the chunk now.
 
-        Args:
-            keys: Keys in prefix order.
-            exact: Look up every key. Otherwise a tier without a `local_index` is only queried for the longest
-                prefix, and the result is False for all chunks after the first missing one.
+        Unless `exact`, a tier without a `local_index` is only queried for the longest prefix, and the result is
+        False for all chunks after the first missing one.
         """
         local = self.capabilities.local_index
         verb = Verb.CONTAINS_MANY if local or exact else Verb.COUNT_PREFIX
@@ -360,7 +345,7 @@ class TierHandle:
             bundled = type(layer).__module__.startswith(_BUNDLED)
             around = partial(layer.around, next=run)
             if position == outermost or not bundled:
-                run = partial(self._call_layer, around, check=None if bundled else self._check_chunks)
+                run = partial(self._call_layer, around, None if bundled else self._check_chunks)
             else:
                 run = around
         return run
@@ -369,7 +354,7 @@ class TierHandle:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     def _call_layer(
-        self, around: Next, call: Call, *, check: Callable[[Call, object], Results] | None
+        self, around: Next, check: Callable[[Call, object], Results] | None, call: Call
     ) -> Coroutine[Any, Any, Results]:
         """Carry out a call with a layer. Layers may be third-party code like the tier."""
         return self._guarded(call.verb, partial(around, call), check and partial(check, call))

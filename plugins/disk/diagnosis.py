@@ -35,7 +35,6 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
     """Check the directory, or its nearest existing parent. Existing files are not changed.
 
     Args:
-        config: Options of the tier.
         sample_bytes: Size of the file that is written and read to measure the speed; None to measure nothing.
     """
     existing = config.root.absolute()

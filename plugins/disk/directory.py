@@ -60,11 +60,7 @@ class RecordDirectory:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the root.
-
-        Raises:
-            TierUnavailableError: The directory is not open, for example in a forked child.
-        """
+        """Descriptor of the root."""
         if self._fd < 0:
             raise TierUnavailableError(f"{self.root} is not open in process {os.getpid()}")
         return self._fd
@@ -86,7 +82,6 @@ class RecordDirectory:
 
         Raises:
             TierUnavailableError: Another process has locked it.
-            OSError: It cannot be created or read.
         """
         self.prepare()
         _close_in_children(self)
@@ -95,11 +90,7 @@ class RecordDirectory:
         return list(self.scan())
 
     def open_shared(self) -> None:
-        """Open the directory for reading, beside its owner. Nothing is created.
-
-        Raises:
-            OSError: It does not exist, or cannot be read.
-        """
+        """Open the directory for reading, beside its owner. Nothing is created."""
         self._fd = os.open(self.root, _DIRECTORY)
 
     def prepare(self) -> None:
@@ -186,11 +177,7 @@ class Quarantine:
         self._lock = threading.Lock()
 
     def take(self, key: ChunkKey, cause: str) -> None:
-        """Move the record here. Its name is its key and the cause.
-
-        Raises:
-            OSError: It does not exist, or cannot be moved.
-        """
+        """Move the record here. Its name is its key and the cause."""
         word = "".join(letter for letter in cause.lower() if "a" <= letter <= "z") or "unknown"
         root = self._directory.fd
         name = self._directory.record_name(key)
@@ -250,7 +237,6 @@ def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) ->
 
     Raises:
         ConfigError: Direct I/O is required and the file system refuses it.
-        OSError: The trial failed for another reason.
     """
     if wanted is False:
         return False
@@ -288,13 +274,8 @@ def _lock_directory(directory: int, path: Path) -> int:
     lock, and deleting the file does not release it. The file holds the process id, and is the lock on file
     systems that cannot lock directories.
 
-    Args:
-        directory: Descriptor of the directory; holds the lock until it is closed.
-        path: For messages.
-
     Raises:
         TierInUseError: Another process has locked it.
-        OSError: The file cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open("lock", flags, 0o600, dir_fd=directory)

@@ -96,7 +96,6 @@ class RecordFiles:
 
         Raises:
             ChunkCorruptError: It is not a regular file, or has another size.
-            OSError: It does not exist or cannot be opened.
         """
         flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
@@ -257,11 +256,7 @@ class RecordReads:
         return ReadBatch(next(self._batches))
 
     def start(self, batch: ReadBatch, position: int, key: ChunkKey, view: memoryview) -> None:
-        """Read a record into `view`, which has the size of its file, as soon as a thread is free.
-
-        Raises:
-            TierClosedError: The tier was closed.
-        """
+        """Read a record into `view`, which has the size of its file, as soon as a thread is free."""
         read = _Read(batch, position, (batch.priority, next(self._arrivals)), key, view)
         with self._lock:
             batch.running[position] = read
@@ -408,11 +403,7 @@ class DiskThreads:
         self.reads = WorkerPool(num_threads, thread_name_prefix="lmcache-disk-read")
 
     def start(self, call: Callable[..., T], *args: Any, pool: WorkerPool | None = None) -> Future[T]:
-        """Start the call in a thread of `pool`, by default `calls`.
-
-        Raises:
-            TierClosedError: The tier was closed.
-        """
+        """Start the call in a thread of `pool`, by default `calls`."""
         try:
             return (pool or self.calls).submit(call, *args)
         except RuntimeError as error:
@@ -454,11 +445,7 @@ def piece_size(nbytes: int, target: int) -> int:
 
 
 def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
-    """Fill `view` from the offset of the file. Return the number of bytes, fewer if the file ends.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Fill `view` from the offset of the file. Return the number of bytes, fewer if the file ends."""
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)

@@ -25,7 +25,6 @@ class Entry:
     """A published record.
 
     Attributes:
-        nbytes: Size of its file.
         stamp: Time of its last known use in ns; less than that of the preceding chunk of its prompt.
     """
 
@@ -57,9 +56,7 @@ class DiskIndex:
     Attributes:
         used_bytes: Bytes of the records, the reservations and the records that were taken.
         policy: Order of eviction. Uses of chunks are recorded there.
-        evictions: Number of records evicted.
         undeletable: Records that must not be served and could not be deleted. Their bytes are counted.
-        on_evicted: Called with the keys of evicted records, if set.
     """
 
     def __init__(self, max_bytes: int, *, clock_ns: Callable[[], int] = time.time_ns) -> None:

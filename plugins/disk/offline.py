@@ -233,11 +233,7 @@ class DiskRecords(OfflineStore):
 
     @contextlib.contextmanager
     def _file(self, key: ChunkKey) -> Iterator[int | None]:
-        """The descriptor of a record's file; None if it does not exist.
-
-        Raises:
-            OSError: It cannot be opened, or is not a regular file.
-        """
+        """The descriptor of a record's file; None if it does not exist."""
         name = self._directory.record_name(key)
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:

@@ -218,7 +218,6 @@ class RecordStore:
 
     Attributes:
         directory: Locked by this process; not open in a forked child.
-        corrupt: Number of corrupt records, by cause.
         closing: Set when the tier is closed; ends scrubs.
     """
 
@@ -247,11 +246,9 @@ class RecordStore:
         """Lock the directory, delete temporary files, list the records, and delete excess and corrupt ones.
 
         Args:
-            config: Options of the tier.
             max_record_bytes: Maximum size of a file. A longer one is corrupt.
 
         Raises:
-            ConfigError: Direct I/O is required and the file system refuses it.
             TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
         threads = DiskThreads(config.io_threads)

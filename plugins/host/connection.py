@@ -61,8 +61,6 @@ class Connection(asyncio.Protocol):
     """A client connection to one daemon. It is not reopened after its end.
 
     Args:
-        where: Name of the daemon in messages.
-        mapping: Mapping of the daemon's memory.
         ended: Called once, after the connection has ended.
 
     Attributes:
@@ -102,9 +100,6 @@ class Connection(asyncio.Protocol):
         If the call is cancelled or times out, the answer is still received, and passed to `unwanted`.
 
         Args:
-            op: Operation of the request.
-            parts: Body of the request.
-            timeout_s: Longest wait for the answer, in seconds.
             unwanted: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:
@@ -211,16 +206,7 @@ def _forget(request: _Request) -> None:
 
 
 class Link:
-    """Keeps one connection to the daemon open and reconnects after it is lost.
-
-    Args:
-        config: Options of the tier.
-        pin: Whether to pin the memory for CUDA.
-        pin_device: See `Region`.
-
-    Attributes:
-        connected: Set while there is a connection.
-    """
+    """Keeps one connection to the daemon open and reconnects after it is lost."""
 
     def __init__(self, config: HostConfig, *, pin: bool, pin_device: int | None) -> None:
         self.connected = asyncio.Event()
@@ -239,11 +225,7 @@ class Link:
 
     @property
     def connection(self) -> Connection:
-        """The current connection.
-
-        Raises:
-            TierUnavailableError: There is no connection.
-        """
+        """The current connection."""
         connection = self._connection
         if connection is None or not connection.usable:
             raise self._reason.with_traceback(None)

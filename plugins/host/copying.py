@@ -28,11 +28,7 @@ class Copier:
         self._workers = WorkerPool(threads, thread_name_prefix="lmcache-async-host")
 
     async def copy(self, pairs: list[Pair]) -> None:
-        """Copy all pairs and empty the list. If cancelled, it waits until no thread copies any more.
-
-        Raises:
-            TierClosedError: The copier is closed.
-        """
+        """Copy all pairs and empty the list. If cancelled, it waits until no thread copies any more."""
         total = sum(len(source) for _, source in pairs)
         stream = self._way.choose(total)
         count = max(1, min(self._threads, total // SHARE_BYTES))

@@ -60,7 +60,6 @@ class Pool:
     works on it, it ends when the thread has ended.
 
     Args:
-        config: The options.
         arena: Memory that records are read into and written from.
         store: A client that is already set up and is not closed; by default a new one.
     """

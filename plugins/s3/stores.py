@@ -34,11 +34,7 @@ _CURES = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 3
 
 
 def open_store(config: S3Config) -> ObjectStore:
-    """Create a client, without connecting.
-
-    Raises:
-        ConfigError: A file cannot be read, or the options are invalid.
-    """
+    """Create a client, without connecting."""
     location = config.location
     client: Any
     options: dict[str, Any] = {"skip_signature": config.anonymous}

@@ -157,8 +157,6 @@ class Address:
 
     Attributes:
         endpoints: Hosts or a socket, at least one.
-        username: "" if the URL has none.
-        database: Number of the database.
     """
 
     scheme: str
@@ -243,11 +241,7 @@ def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tu
 
 
 def make_tls_context(config: ValkeyConfig) -> ssl.SSLContext | None:
-    """Create the TLS context; None for connections without encryption. Reads files.
-
-    Raises:
-        ConfigError: A file cannot be used.
-    """
+    """Create the TLS context; None for connections without encryption. Reads files."""
     if not config.encrypted:
         return None
     ca_file, cert_file, key_file = config.tls_ca_file, config.tls_cert_file, config.tls_key_file

@@ -40,8 +40,6 @@ class Connection(asyncio.BufferedProtocol):
     halfway leaves the connection out of step: `idle` stays False, and the connection must be aborted.
 
     Args:
-        where: Name of the server in messages.
-        transfer_timeout_s: Longest time to transfer one record, in seconds.
         copies: Whether sent bytes are copied first. TLS transports keep references to them.
     """
 

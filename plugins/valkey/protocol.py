@@ -21,12 +21,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error reply.
-
-    Attributes:
-        code: First word of the reply, such as OOM or MOVED.
-        text: The whole reply.
-    """
+    """An error reply."""
 
     code: str
     text: str

@@ -124,25 +124,18 @@ class Shared:
         self._objects: dict[str, tuple[str, LayerConfig, Any]] = {}
 
     def join(self, name: str, options: LayerConfig, where: str, make: Callable[[], T]) -> T:
-        """Return the object of that name; the first call creates it.
-
-        Args:
-            name: Name of the object.
-            options: Options of the calling layer.
-            where: Position of the layer in the configuration, for messages.
-            make: Creates the object.
+        """Return the object of that name; the first call makes it.
 
         Raises:
             ConfigError: The first caller had other options.
         """
-        first, its_options, found = self._objects.setdefault(name, (where, options, None))
+        if name not in self._objects:
+            self._objects[name] = (where, options, make())
+        first, its_options, found = self._objects[name]
         if options != its_options:
             raise ConfigError(
                 f"{where}: share {name!r} has other options than in {first}: give both the same, or other names"
             )
-        if found is None:
-            found = make()
-            self._objects[name] = (first, its_options, found)
         return found  # type: ignore[no-any-return]  # layers with equal options share objects of one type
 
 

@@ -91,31 +91,24 @@ class CircuitState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CircuitStatistics:
-    """Statistics of a circuit.
-
-    Attributes:
-        state: Current state.
-        opened: Number of times that the circuit has opened.
-        refused: Calls that were not admitted.
-        failures: Failed calls in the window.
-        calls: Calls in the window.
-    """
+    """Statistics of a circuit."""
 
     state: CircuitState
     opened: int
+    """Number of times that the circuit has opened."""
     refused: int
+    """Calls that were not admitted."""
     failures: int
+    """Failed calls in the window."""
     calls: int
+    """Calls in the window."""
 
 
 class Circuit:
     """Admits or refuses calls by the results of earlier calls, without I/O and without a clock.
 
-    Times are seconds of any monotonic clock.
-
-    Args:
-        options: Conditions under which the circuit opens and closes.
-        overdue_s: Seconds after which a running call counts as failed, whatever its result.
+    Times are seconds of any monotonic clock. A call that has run for `overdue_s` counts as failed, whatever its
+    result.
     """
 
     def __init__(self, options: BreakerConfig, overdue_s: float) -> None:
