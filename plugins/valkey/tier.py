@@ -17,7 +17,6 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.valkey.client import ask_each, run_at_node, scan
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
 from lmcache_async.plugins.valkey.connection import Connection, RefusedCredentialsError
 from lmcache_async.plugins.valkey.node import Access, Node
@@ -77,7 +76,7 @@ class ValkeyTier(BundledTier[Topology]):
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
         with self._call() as topology:
-            answers = await ask_each(topology, b"EXISTS", [self._name(key) for key in keys])
+            answers = await topology.ask_each(b"EXISTS", [self._name(key) for key in keys])
         errors = [answer for answer in answers if isinstance(answer, TierError)]
         if errors and len(errors) == len(answers):
             raise errors[0]
@@ -105,7 +104,7 @@ class ValkeyTier(BundledTier[Topology]):
 
     async def remove(self, key: ChunkKey) -> bool:
         with self._call() as topology:
-            [answer] = await ask_each(topology, b"UNLINK", [self._name(key)])
+            [answer] = await topology.ask_each(b"UNLINK", [self._name(key)])
         if isinstance(answer, TierError):
             raise answer
         return answer == 1
@@ -114,7 +113,7 @@ class ValkeyTier(BundledTier[Topology]):
         """Yield the keys under the prefix, from all nodes. Raise TierError at the end if a node failed."""
         seen: set[ChunkKey] = set()
         # Not a call that closing waits for: the consumer may stop the iteration at any point.
-        async with contextlib.aclosing(scan(self._usable(), self._prefix)) as batches:
+        async with contextlib.aclosing(self._usable().scan(self._prefix)) as batches:
             async for found in batches:
                 for key in found:
                     if key not in seen:
@@ -125,9 +124,9 @@ class ValkeyTier(BundledTier[Topology]):
         """Remove all keys under the prefix; other keys stay."""
         removed = 0
         with self._call() as topology:
-            async with contextlib.aclosing(scan(topology, self._prefix)) as batches:
+            async with contextlib.aclosing(topology.scan(self._prefix)) as batches:
                 async for found in batches:
-                    answers = await ask_each(topology, b"UNLINK", [self._name(key) for key in found])
+                    answers = await topology.ask_each(b"UNLINK", [self._name(key) for key in found])
                     for answer in answers:
                         if isinstance(answer, TierError):
                             raise answer
@@ -143,7 +142,7 @@ class ValkeyTier(BundledTier[Topology]):
         self._open(make_topology(self._access, self._sentinel_access))
         try:
             with self._call() as topology:
-                [answer] = await ask_each(topology, b"EXISTS", [self._prefix])
+                [answer] = await topology.ask_each(b"EXISTS", [self._prefix])
         except TierError as error:
             answer = error
         except BaseException:
@@ -184,10 +183,10 @@ class ValkeyTier(BundledTier[Topology]):
             return connection.fetch(encode(b"GET", name), fitting)
 
         try:
-            return await run_at_node(topology, name, run)
+            return await topology.run_at_node(name, run)
         except ChunkCorruptError as error:
             self._corrupt[error.cause] += 1
-            await ask_each(topology, b"UNLINK", [name])  # later lookups are misses too
+            await topology.ask_each(b"UNLINK", [name])  # later lookups are misses too
             return None
 
     async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
@@ -197,7 +196,7 @@ class ValkeyTier(BundledTier[Topology]):
         def run(connection: Connection) -> Awaitable[Reply]:
             return connection.store(head, buffer.view, tail)
 
-        await run_at_node(topology, name, run)
+        await topology.run_at_node(name, run)
 
     async def _by_node(
         self,

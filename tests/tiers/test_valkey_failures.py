@@ -22,7 +22,6 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
-from lmcache_async.plugins.valkey.client import ask_each
 from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.node import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
@@ -341,7 +340,7 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
     ]
 
     with pytest.raises(TierClosedError):
-        await ask_each(topology, b"EXISTS", names)
+        await topology.ask_each(b"EXISTS", names)
 
 
 async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
