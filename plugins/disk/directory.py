@@ -65,10 +65,6 @@ class RecordDirectory:
             raise TierUnavailableError(f"{self.root} is not open in process {os.getpid()}")
         return self._fd
 
-    @property
-    def is_open(self) -> bool:
-        return self._fd >= 0
-
     def record_name(self, key: ChunkKey) -> str:
         """Path of the record relative to the root: hex digits only, so no key leads to another directory."""
         name = _hex(key)

@@ -91,11 +91,11 @@ class RecordFiles:
             return drop_tracebacks(error)
         return None
 
-    def open(self, key: ChunkKey, nbytes: int) -> int:
+    def open(self, key: ChunkKey, nbytes: int | None = None) -> int:
         """Return a descriptor of the record's file. Opening never blocks on a pipe.
 
         Raises:
-            ChunkCorruptError: It is not a regular file, or has another size.
+            ChunkCorruptError: It is not a regular file, or has another size than `nbytes`.
         """
         flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
@@ -113,7 +113,7 @@ class RecordFiles:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise _not_a_file(key)
-            if status.st_size != nbytes:
+            if nbytes is not None and status.st_size != nbytes:
                 raise _wrong_length(key, f"the file has {status.st_size} bytes, not {nbytes}")
             undo.pop_all()
         return descriptor
@@ -221,13 +221,12 @@ class _Read:
     begun: bool = False
     descriptor: int = -1
     piece_bytes: int = 0
-    starts: Iterator[int] | None = None  # of pieces that no thread has begun; None until the file is open
     unfinished: int = 0
     gapless_bytes: int = 0  # from the start of the file
     error: Exception | None = None
 
-    def __lt__(self, other: _Read) -> bool:
-        return self.order < other.order
+
+_OPEN = -1  # in place of the start of a piece: open the file
 
 
 class RecordReads:
@@ -248,7 +247,8 @@ class RecordReads:
         self._lock = threading.Lock()
         self._batches = itertools.count()
         self._arrivals = itertools.count()
-        self._waiting: list[_Read] = []  # a heap: reads with pieces that no thread has begun
+        # A heap of pieces that no thread has begun: order of the read, start of the piece, read.
+        self._waiting: list[tuple[tuple[int, int], int, _Read]] = []
         self._workers: set[object] = set()
 
     def open_batch(self) -> ReadBatch:
@@ -260,7 +260,7 @@ class RecordReads:
         read = _Read(batch, position, (batch.priority, next(self._arrivals)), key, view)
         with self._lock:
             batch.running[position] = read
-            heapq.heappush(self._waiting, read)
+            heapq.heappush(self._waiting, (read.order, _OPEN, read))
         try:
             self._add_worker()
         except RuntimeError as error:
@@ -300,26 +300,20 @@ class RecordReads:
         """Read until no piece is left. A pool that failed to start a thread may still call this later."""
         while (task := self._next(worker)) is not None:
             read, start = task
-            if start is None:
+            if start == _OPEN:
                 self._open(read)
             else:
                 self._read_piece(read, start)
             del task, read
 
-    def _next(self, worker: object) -> tuple[_Read, int | None] | None:
-        """Take the first piece that no thread has begun, or a file to open (None); None if there is neither."""
+    def _next(self, worker: object) -> tuple[_Read, int] | None:
+        """Take the first piece that no thread has begun; None if there is none."""
         with self._lock:
             while self._waiting:
-                read = self._waiting[0]
-                if read.starts is None:
-                    heapq.heappop(self._waiting)  # added again when the file is open
-                    if read.view is not None:  # not withdrawn
-                        read.begun = True
-                        return read, None
-                elif (start := next(read.starts, None)) is not None:
+                _, start, read = heapq.heappop(self._waiting)
+                if read.view is not None:  # not withdrawn
+                    read.begun = True
                     return read, start
-                else:
-                    heapq.heappop(self._waiting)
             self._workers.discard(worker)
             return None
 
@@ -336,8 +330,8 @@ class RecordReads:
             return
         read.unfinished = len(starts)
         with self._lock:
-            read.starts = iter(starts)
-            heapq.heappush(self._waiting, read)
+            for start in starts:
+                heapq.heappush(self._waiting, (read.order, start, read))
         with contextlib.suppress(Exception):  # this thread reads all pieces then
             for _ in starts[1:]:
                 self._add_worker()

@@ -9,7 +9,6 @@ import mmap
 import os
 import queue
 import re
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,7 +42,6 @@ from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR})
 _HEADER_BYTES = 16 << 10  # enough for nearly every header
 _ALLOCATE_S = 600.0  # for a thread to return a slab; a disk that takes longer does not answer
 _UNBOUNDED = 1 << 62  # the engine trims the quarantine to its own limit when it opens the tier
@@ -72,7 +70,8 @@ class DiskRecords(OfflineStore):
         self._used_bytes = 0
         self._directory = RecordDirectory(config.root)
         self._quarantine = Quarantine(self._directory, _UNBOUNDED)
-        # Through the page cache: no trial of direct I/O leaves a file, and the data are synced.
+        self._direct_files = RecordFiles(self._directory, direct=True, fsync=True)  # for reading
+        # Writes go through the page cache: no trial of direct I/O leaves a file, and the data are synced.
         self._files = RecordFiles(self._directory, direct=False, fsync=True, quarantine=self._quarantine)
         self._changed: set[str] = set()  # folders with names that are not durable yet
         self._arena: Arena | None = None
@@ -233,24 +232,18 @@ class DiskRecords(OfflineStore):
 
     @contextlib.contextmanager
     def _file(self, key: ChunkKey) -> Iterator[int | None]:
-        """The descriptor of a record's file; None if it does not exist."""
-        name = self._directory.record_name(key)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        """The descriptor of a record's file, for direct I/O if it is supported; None if it does not exist."""
         try:
             try:
-                descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=self._directory.fd)
+                descriptor = self._direct_files.open(key)
             except OSError as error:
                 if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                     raise
-                descriptor = os.open(name, flags, dir_fd=self._directory.fd)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
+                descriptor = self._files.open(key)
+        except FileNotFoundError:
             yield None
             return
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, f"{name} is not a regular file")
             yield descriptor
         finally:
             os.close(descriptor)

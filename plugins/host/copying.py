@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import TypeAlias
 
 from lmcache_async.errors import TierClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.copies import FasterWay, copy_bytes
-from lmcache_async.memory.threads import WorkerPool, wait_ended
+from lmcache_async.memory.threads import WorkerPool, in_threads
 
 Pair: TypeAlias = tuple[Bytes, Bytes]
 """Target and source of a copy, of equal length."""
@@ -33,20 +33,14 @@ class Copier:
         stream = self._way.choose(total)
         count = max(1, min(self._threads, total // SHARE_BYTES))
         pieces = shares(pairs, -(-total // count))
-        futures: list[Future[float]] = []
         try:
-            for piece in pieces:
-                futures.append(self._workers.submit(_copy, piece, stream))  # noqa: PERF401 - one may fail
+            seconds = await in_threads(self._workers, [partial(_copy, piece, stream) for piece in pieces])
         except RuntimeError as error:
             raise TierClosedError(f"the host tier was closed: {error}") from error
-        finally:
-            try:
-                await wait_ended(*futures)
-            finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
-                for part in (pairs, *pieces):
-                    part.clear()
-        seconds = sum(future.result() for future in futures)
-        self._way.note(stream=stream, nbytes=total, seconds=seconds)
+        finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
+            for part in (pairs, *pieces):
+                part.clear()
+        self._way.note(stream=stream, nbytes=total, seconds=sum(seconds))
 
     def close(self) -> None:
         """Shut the threads down. No copy may be running."""
