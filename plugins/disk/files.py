@@ -388,12 +388,14 @@ class DiskThreads:
     """Thread pools of the disk tier. A running call is always awaited, never abandoned.
 
     Deletions have a thread of their own, so that room is made while writes wait for theirs: deleting a file
-    of 16 MiB takes ext4 about 4 ms, half of the time that writing it takes.
+    of 16 MiB takes ext4 about 4 ms, half of the time that writing it takes. So have times of use, which reads set
+    and await: they must not wait for queued writes.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.calls = WorkerPool(num_threads, thread_name_prefix="lmcache-disk")
         self.deletions = WorkerPool(1, thread_name_prefix="lmcache-disk-delete")
+        self.stamps = WorkerPool(1, thread_name_prefix="lmcache-disk-stamp")
         self.reads = WorkerPool(num_threads, thread_name_prefix="lmcache-disk-read")
 
     def start(self, call: Callable[..., T], *args: Any, pool: WorkerPool | None = None) -> Future[T]:
@@ -405,7 +407,7 @@ class DiskThreads:
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for running calls. There are none when every `wait_ended` has returned."""
-        for pool in (self.deletions, self.calls, self.reads):
+        for pool in (self.deletions, self.calls, self.stamps, self.reads):
             # A call in `reads` serves all reads that were started; none of them would end without it.
             pool.shutdown(wait=True, cancel_futures=cancel and pool is not self.reads)
 

@@ -75,6 +75,7 @@ class DiskTier(BundledTier["RecordStore"]):
         self._config = config
         self._scrubbing: asyncio.Task[None] | None = None
         self._max_record_bytes = MAX_RECORD_BYTES
+        self._logger = LimitedLogger(logger)
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
     @classmethod
@@ -207,7 +208,11 @@ class DiskTier(BundledTier["RecordStore"]):
     async def _scrub_periodically(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
+            try:
+                await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
+            except TierError as error:
+                line = "a scrub of %s ended early; the next one starts in %s s: %s"
+                self._logger.report("scrub", line, self._config.root, interval_s, error)
 
 
 class RecordStore:
@@ -309,7 +314,8 @@ class RecordStore:
         """
         self.index.policy.touch(keys, gapless=True)
         stamps = self.index.restamp(keys)
-        stamped = [self._threads.start(self._files.set_stamps, stamps)] if stamps else []
+        pool = self._threads.stamps
+        stamped = [self._threads.start(self._files.set_stamps, stamps, pool=pool)] if stamps else []
         batch = self._reads.open_batch()
         entries: dict[int, Entry] = {}
         reading: list[ChunkKey] = []

@@ -394,3 +394,19 @@ async def test_a_scrub_hashes_in_threads_alone(config, arena, monkeypatch):
 
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_periodic_scrubs_go_on_after_one_that_failed(config, monkeypatch):
+    scrub, runs, second = DiskTier.scrub, 0, asyncio.Event()
+
+    async def fail_once(tier, *, max_bytes_per_s=None):
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise TierUnavailableError("failed for this test")
+        second.set()
+        return await scrub(tier, max_bytes_per_s=max_bytes_per_s)
+
+    monkeypatch.setattr(DiskTier, "scrub", fail_once)
+    async with DiskTier(config.model_copy(update={"scrub_interval_s": 0.001})), asyncio.timeout(10):
+        await second.wait()

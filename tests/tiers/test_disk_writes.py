@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import index as disk_index
 from lmcache_async.testing.records import key_of, record
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
 
@@ -119,3 +120,21 @@ async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
         assert not await tier.contains(key_of(3))
         assert not await tier.contains(key_of(1))
         assert tier.statistics().bytes == RECORD_BYTES
+
+
+async def test_a_read_does_not_wait_for_a_write_to_set_the_time_of_use(config, arena, allocate, monkeypatch):
+    monkeypatch.setattr(disk_index, "STAMP_AGE_NS", -1)  # every read sets it
+    gate = Gate(monkeypatch, "pwrite")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+        with record(arena, 2) as buffer:
+            gate.shut()
+            writing = asyncio.create_task(tier.put(key_of(2), buffer))
+            await gate.reached()
+            try:
+                async with asyncio.timeout(10):
+                    assert await get(tier, allocate, 1)
+                assert not writing.done()
+            finally:
+                gate.open()
+            await writing
