@@ -146,13 +146,17 @@ class RecordFiles:
                 error = drop_tracebacks(failure)
         return frozenset(left), error
 
-    def reject(self, key: ChunkKey, cause: str) -> Failure | None:
-        """Move a corrupt record to the quarantine, or delete it."""
+    def reject(self, keys: Sequence[ChunkKey], cause: str) -> tuple[frozenset[ChunkKey], Failure | None]:
+        """Move corrupt records to the quarantine, or delete them. Return those that are still there, and why."""
+        left = keys
         if self._quarantine is not None:
-            with contextlib.suppress(OSError, TierError):  # it is deleted then
-                self._quarantine.take(key, cause)
-                return None
-        return self.delete([key])[1]
+            left = []
+            for key in keys:
+                try:
+                    self._quarantine.take(key, cause)
+                except (OSError, TierError):  # it is deleted then
+                    left.append(key)
+        return self.delete(left)
 
     def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
         """Set the mtime of records. Failures are ignored: stamps only serve the order after a restart."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import mmap
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -278,9 +279,9 @@ class RecordStore:
         whole = [each for each in found if 0 < each.nbytes <= MAX_RECORD_BYTES and each.nbytes % PAGE == 0]
         kept = {record.key for record in whole}
         corrupt = [record.key for record in found if record.key not in kept]
-        for key in corrupt:
-            if (error := self._files.reject(key, "length")) is not None:
-                raise error
+        _, failure = self._files.reject(corrupt, "length")
+        if failure is not None:
+            raise failure
         if self._quarantine is not None:
             self._quarantine.trim()
         if corrupt:
@@ -536,51 +537,48 @@ class RecordStore:
                     self.index.cancel(reservation, left=left)
 
     async def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        deleted, error = await self._remove(keys, self._files.delete, self.index.restore)
+        if error is not None:
+            raise TierUnavailableError(f"cannot delete records of {self.directory.root}: {error}") from error
+        return deleted
+
+    async def _reject(self, key: ChunkKey, cause: str) -> bool:
+        reject = functools.partial(self._files.reject, cause=cause)
+        rejected, error = await self._remove([key], reject, self.index.add_undeletable)
+        if error is not None:
+            line = "cannot delete %s: %s; it is not served again"
+            self._logger.report("reject", line, self._path(key), error)
+        return rejected == 1
+
+    async def _remove(
+        self,
+        keys: Sequence[ChunkKey],
+        remove: Callable[[Sequence[ChunkKey]], tuple[frozenset[ChunkKey], Failure | None]],
+        keep: Callable[[ChunkKey, Entry], None],
+    ) -> tuple[int, Failure | None]:
+        """Take records from the index and `remove` them in a thread; `keep` those that are still there.
+
+        Return the number of records, and the error.
+        """
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
-            return 0
-        future = self._threads.start(self._files.delete, tuple(entries))
+            return 0, None
+        future = self._threads.start(remove, tuple(entries))
         try:
             await wait_ended(future)
         finally:
             left, error = (frozenset(entries), None) if future.cancelled() else future.result()
             for key, entry in entries.items():
                 if key in left:
-                    self.index.restore(key, entry)
+                    keep(key, entry)
                 else:
                     self.index.forget(entry)
         if future.cancelled():
-            raise _withdrawn()
-        if error is not None:
-            raise TierUnavailableError(f"cannot delete records of {self.directory.root}: {error}") from error
-        return len(entries)
-
-    async def _reject(self, key: ChunkKey, cause: str) -> bool:
-        entry = self.index.take(key)
-        if entry is None:
-            return False
-        future = self._threads.start(self._files.reject, key, cause)
-        try:
-            await wait_ended(future)
-        finally:
-            if future.cancelled() or (error := future.result()) is not None:
-                self.index.add_undeletable(key, entry)
-            else:
-                self.index.forget(entry)
-        if future.cancelled():
-            raise _withdrawn()
-        if error is not None:
-            self._logger.report(
-                "reject", "cannot delete %s: %s; it is not served again", self._path(key), error
-            )
-        return True
+            raise TierClosedError("the disk tier was closed before the record was deleted")
+        return len(entries), error
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self.directory.root}/{self.directory.record_name(key)}"
-
-
-def _withdrawn() -> TierClosedError:
-    return TierClosedError("the disk tier was closed before the record was deleted")
 
 
 def _open_store(config: DiskConfig, threads: DiskThreads, max_record_bytes: int) -> RecordStore:

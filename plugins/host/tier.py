@@ -23,7 +23,7 @@ from lmcache_async.daemon.messages import (
     unpack_keys,
     unpack_numbers,
 )
-from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
+from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host.config import HostConfig
@@ -151,13 +151,12 @@ class HostTier(BundledTier[Link]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
-        link, copier = self._usable(), self._copier
-        assert copier is not None  # open
-        self._copier = None
+        link = self._usable()
+        assert self._copier is not None  # as the link
         link.close()
         await self._end_calls()
         await link.wait_closed()
-        copier.close()
+        self._copier.close()
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection]:
@@ -231,14 +230,12 @@ class HostTier(BundledTier[Link]):
         return results
 
     async def _copy(self, connection: Connection, items: Sequence[tuple[Grant, Buffer]]) -> None:
-        copier = self._copier
         connection.check()
-        if copier is None:
-            raise TierClosedError("the host tier was closed")
+        assert self._copier is not None  # as the link
         mapping = connection.mapping
         mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
         try:
-            await copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
+            await self._copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
         finally:
             mapping.end_copy()
 

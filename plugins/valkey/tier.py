@@ -221,6 +221,11 @@ class ValkeyTier(BundledTier[Topology]):
             else:
                 by_node.setdefault(node, []).append(position)
 
+        at_once = self._config.connections
+        if len(by_node) == 1:
+            [positions] = by_node.values()
+            await run_each(positions, one, min(len(positions), at_once))
+            return
         async with asyncio.TaskGroup() as group:
             for positions in by_node.values():
-                group.create_task(run_each(positions, one, min(len(positions), self._config.connections)))
+                group.create_task(run_each(positions, one, min(len(positions), at_once)))
