@@ -261,7 +261,7 @@ class Tier(ABC, Generic[ConfigT]):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Call `get` for each key; the results are in the order of `keys`.
 
-        After a chunk that finds no memory in time, no further one is read; these are misses. If the call is cancelled, every buffer it has received is released before it ends.
+        If the call is cancelled, every buffer it has received is released before it ends.
 
         Returns:
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.

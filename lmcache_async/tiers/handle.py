@@ -75,7 +75,16 @@ class CallLeases:
     leases of memory that is not from `allocate`.
     """
 
-    __slots__ = ("_allocate", "_ended", "_foreign", "_further", "_leases", "_most", "_waiting")
+    __slots__ = (
+        "_allocate",
+        "_ended",
+        "_foreign",
+        "_further",
+        "_leases",
+        "_most",
+        "_refused_bytes",
+        "_waiting",
+    )
 
     def __init__(self, call: Call, *, foreign: bool) -> None:
         self._allocate = call.allocate
@@ -84,16 +93,28 @@ class CallLeases:
         self._leases: list[Buffer] = []
         self._further: list[Buffer] = []
         self._waiting = 0  # calls of `allocate` that have not returned
+        self._refused_bytes = math.inf  # the smallest request without memory in time
         self._ended = False
 
     async def allocate(self, nbytes: int) -> Buffer:
-        """Lease memory for a record. Called by the tier."""
+        """Lease memory for a record. Called by the tier.
+
+        After a wait without success, further requests of that size fail at once. Otherwise each chunk of a batch
+        would wait, and the chunks that got memory would be lost at the deadline of the call.
+        """
         wanted = operator.index(nbytes)
         self._check_room()
+        if wanted >= self._refused_bytes:
+            raise BudgetExceededError(
+                f"{self._refused_bytes} bytes were not available to another chunk of the call"
+            )
         assert self._allocate is not None
         self._waiting += 1
         try:
             buffer = await self._allocate(wanted)
+        except BudgetExceededError:
+            self._refused_bytes = min(self._refused_bytes, wanted)
+            raise
         finally:
             self._waiting -= 1
         if self._ended:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeAlias, TypeVar
@@ -65,29 +64,26 @@ def read_results(count: int) -> Iterator[list[ReadResult]]:
         raise
 
 
-async def set_read_result(results: list[ReadResult], position: int, read: Awaitable[Buffer | None]) -> bool:
-    """Store the result or the error of one read at its position. Return False if there was no memory for it."""
+async def set_read_result(results: list[ReadResult], position: int, read: Awaitable[Buffer | None]) -> None:
+    """Store the result or the error of one read at its position."""
     task = running_task()
     try:
         results[position] = await read
     except BudgetExceededError as error:  # the chunks that got memory are usable
         results[position] = no_memory(error)
-        return False
     except BaseException as error:  # also SystemExit, which would end the event loop
         if is_ending(error, task):
             raise
         results[position] = error if isinstance(error, TierError) else ContractError.of("get", error)
-    return True
 
 
-async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[bool | None]], workers: int) -> None:
-    """Await `work` for each item, at most `workers` at a time. When it has returned False, no further one is begun."""
+async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
+    """Await `work` for each item, at most `workers` at a time."""
     left = iter(items)
 
     async def run() -> None:
         for item in left:
-            if await work(item) is False:
-                collections.deque(left, maxlen=0)  # takes all items that are left
+            await work(item)
 
     if workers <= 1:
         await run()

@@ -62,8 +62,8 @@ class MooncakeTier(BundledTier[Pool]):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         with self._call() as pool, read_results(len(keys)) as results:
 
-            async def get(positions: Sequence[int]) -> bool:
-                return await self._get_batch(pool, keys, positions, allocate, results)
+            async def get(positions: Sequence[int]) -> None:
+                await self._get_batch(pool, keys, positions, allocate, results)
 
             for positions in _rounds(keys):
                 await self._in_batches(positions, get, results)
@@ -122,8 +122,8 @@ class MooncakeTier(BundledTier[Pool]):
         positions: Sequence[int],
         allocate: Allocate,
         results: list[Buffer | TierError | None],
-    ) -> bool:
-        """Read records directly into new leases. Return whether there was memory for all of them."""
+    ) -> None:
+        """Read records directly into new leases. The engine returns the length of each."""
         assert self._arena is not None  # open
         leased: dict[int, Buffer] = {}
         try:
@@ -132,9 +132,8 @@ class MooncakeTier(BundledTier[Pool]):
                     leased[position] = await allocate(self._arena.slab_bytes)
                 except BudgetExceededError as error:  # the chunks that got memory are usable
                     results[position] = no_memory(error)
-                    break
             if not leased:
-                return False
+                return
             asked = [keys[position] for position in leased]
             answers = await pool.get(asked, list(leased.values()))
             for position, key, answer in zip(tuple(leased), asked, answers, strict=True):
@@ -145,7 +144,6 @@ class MooncakeTier(BundledTier[Pool]):
                     await self._reject_length(pool, key)
                 elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
                     results[position] = pool.error("get", key, answer)
-            return len(asked) == len(positions)
         finally:
             for buffer in leased.values():
                 buffer.release()
@@ -159,7 +157,7 @@ class MooncakeTier(BundledTier[Pool]):
     async def _in_batches(
         self,
         positions: Sequence[int],
-        work: Callable[[Sequence[int]], Awaitable[bool | None]],
+        work: Callable[[Sequence[int]], Awaitable[None]],
         results: list[TierError | None] | list[Buffer | TierError | None],
     ) -> None:
         """Call `work` with batches of positions, as many at the same time as there are threads.
@@ -170,14 +168,13 @@ class MooncakeTier(BundledTier[Pool]):
         step = max(1, self._config.batch_bytes // self._arena.slab_bytes)
         batches = [positions[start : start + step] for start in range(0, len(positions), step)]
 
-        async def run(batch: Sequence[int]) -> bool | None:
+        async def run(batch: Sequence[int]) -> None:
             try:
-                return await work(batch)
+                await work(batch)
             except TierError as error:
                 for position in batch:
                     if results[position] is None:
                         results[position] = error
-                return None
 
         await run_each(batches, run, min(self._config.threads, len(batches)))
 

@@ -86,8 +86,8 @@ class ValkeyTier(BundledTier[Topology]):
         """Get each key; nodes fail independently of each other."""
         with read_results(len(keys)) as results, self._call() as topology:
 
-            async def one(position: int) -> bool:
-                return await set_read_result(results, position, self._get(topology, keys[position], allocate))
+            async def one(position: int) -> None:
+                await set_read_result(results, position, self._get(topology, keys[position], allocate))
 
             await self._by_node(topology, keys, results, one)
         return results
@@ -203,7 +203,7 @@ class ValkeyTier(BundledTier[Topology]):
         topology: Topology,
         keys: Sequence[ChunkKey],
         results: list[T | TierError | None],
-        one: Callable[[int], Awaitable[bool | None]],
+        one: Callable[[int], Awaitable[None]],
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections.
 

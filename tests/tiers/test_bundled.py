@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.errors import TierClosedError
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import turns
-from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig
+from lmcache_async.tiers.base import TierConfig
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.results import ContractError, run_each
 from lmcache_async.types import ChunkKey
@@ -61,38 +60,6 @@ async def test_a_tier_opened_before_a_fork_is_refused_in_the_child(monkeypatch: 
 
     with pytest.raises(TierClosedError, match="the slow tier was opened before this process was forked"):
         await tier.contains(key_of(1))
-
-
-class Plain(Tier):
-    """A tier with only the three methods."""
-
-    capabilities = Capabilities(max_concurrency=2)
-
-    async def contains(self, key: ChunkKey) -> bool:
-        del key
-        return True
-
-    async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        del key
-        return await allocate(1)
-
-    async def put(self, key: ChunkKey, buffer: Buffer) -> None: ...
-
-
-async def test_a_batch_without_memory_does_not_wait_for_it_again_for_every_chunk() -> None:
-    waits = 0
-
-    async def allocate(nbytes: int) -> Buffer:
-        nonlocal waits
-        waits += 1
-        await asyncio.sleep(0)
-        raise BudgetExceededError(f"no {nbytes} bytes for this test")
-
-    results = await Plain(TierConfig()).get_many([key_of(number) for number in range(9)], allocate)
-
-    assert waits == Plain.capabilities.max_concurrency
-    assert [isinstance(result, TierError) for result in results] == [True] * 2 + [False] * 7
-    assert results[2:] == [None] * 7
 
 
 async def test_a_call_for_one_chunk_that_cancels_its_own_task_fails_the_batch() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
@@ -19,7 +19,7 @@ from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLaye
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
-from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.results import memory_was_short, release_results
 from lmcache_async.types import ChunkKey
 from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time, key
 
@@ -455,3 +455,21 @@ async def test_a_layer_of_version_0_1_can_call_that_of_its_base_class(arena):
     (found,) = await tier.get_many(list(inner.records), allocator(arena))
     with found:
         await tier.put(KEY, found)
+
+
+async def test_a_batch_does_not_wait_for_memory_again_for_every_chunk():
+    waits = []
+
+    async def allocate(nbytes):
+        waits.append(nbytes)
+        await asyncio.sleep(0)
+        raise BudgetExceededError(f"no {nbytes} bytes for this test")
+
+    inner = DictTier()
+    keys = [ChunkKey(bytes([number]) * 16) for number in range(20)]
+    inner.records = {key: bytes(10) for key in keys[:19]} | {keys[19]: bytes(9)}
+    results = await guard(inner).get_many(keys, allocate)
+
+    at_once = inner.capabilities.max_concurrency
+    assert waits == [10] * at_once + [9]  # a smaller record may still get memory
+    assert all(memory_was_short(result) for result in results)
