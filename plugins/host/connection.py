@@ -65,13 +65,14 @@ class Connection(asyncio.Protocol):
 
     Attributes:
         figures: Figures of the tenant in the last answer.
+        gone: Done when the connection has ended.
     """
 
     def __init__(self, where: str, mapping: Mapping, ended: Callable[[Connection], None]) -> None:
         self.where = where
         self.mapping = mapping
         self.figures = Figures()
-        self._gone = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.get_running_loop().create_future()
         self._ended = ended
         self._frames = Frames()
         self._requests: deque[_Request] = deque()
@@ -140,7 +141,7 @@ class Connection(asyncio.Protocol):
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed, at most `CLOSE_S`. Call `close` first."""
-        await asyncio.wait([self._gone], timeout=CLOSE_S)
+        await asyncio.wait([self.gone], timeout=CLOSE_S)
 
     # asyncio.Protocol
 
@@ -165,7 +166,7 @@ class Connection(asyncio.Protocol):
             if not request.answer.done():
                 request.answer.set_exception(self._error.with_traceback(None))
         self.mapping.end()
-        self._gone.set_result(None)
+        self.gone.set_result(None)
         self._ended(self)
 
     def _send(self, op: Op, parts: tuple[bytes, ...], unwanted: Callable[[bytes], None] | None) -> _Request:
@@ -216,7 +217,6 @@ class Link:
         self._pin = pin
         self._pin_device = pin_device
         self._connection: Connection | None = None
-        self._lost = asyncio.Event()
         self._reason: TierError = TierUnavailableError(f"{self._where}: not connected")
         self._task: asyncio.Task[None] | None = None
         self._mappings: list[Mapping] = []  # of connections that have ended
@@ -250,7 +250,6 @@ class Link:
             logger.report(
                 "open", "the host tier misses every chunk until its daemon can be reached: %s", error
             )
-            self._lost.set()
         self._task = asyncio.create_task(self._keep())
 
     def close(self) -> None:
@@ -271,24 +270,23 @@ class Link:
 
     async def _keep(self) -> None:
         while True:
-            await self._lost.wait()
             pause = FIRST_PAUSE_S
-            while self._connection is None:
+            while (connection := self._connection) is None:
                 try:
                     await self._dial()
-                    break
+                    continue
                 except TierUnavailableError:
                     pass
                 except Exception as error:  # noqa: BLE001 - no free thread or memory now; the next attempt may have it
                     logger.report("dial", "%s: cannot connect: %r", self._where, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
+            await asyncio.wait([connection.gone])
 
     async def _dial(self) -> None:
         connection = await self.connect()
         if not connection.usable:
             raise TierUnavailableError(f"{self._where}: the connection was lost during the handshake")
-        self._lost.clear()
         self._connection = connection
         self._first = connection.figures.evictions
         self.connected.set()
@@ -301,7 +299,6 @@ class Link:
         self._evictions += connection.figures.evictions - self._first
         self._connection = None
         self.connected.clear()
-        self._lost.set()
         if not isinstance(self._reason, TierClosedError):
             logger.report(
                 "lost",
