@@ -21,7 +21,8 @@ _MAX_NODES = 20_000
 def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
     """Read a regular file without waiting; return its content and its mode. `strerror` of an OSError has the reason."""
     try:
-        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - closed below
+        # Opening a FIFO would block without O_NONBLOCK.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except ValueError:
         raise OSError(0, "the name of a file cannot contain a null character or invalid Unicode") from None
     with file:
@@ -32,10 +33,6 @@ def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes} bytes")
     return content, stat.S_IMODE(mode)
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would block
 
 
 def read_secret_file(path: Path, name: str) -> bytes:

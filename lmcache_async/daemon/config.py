@@ -151,7 +151,10 @@ def survey_daemon_config(file: Path | None, given: Mapping[str, Any]) -> Loaded[
         config, others = validate_all(DaemonConfig, content | {"max_bytes": MAX_BYTES})
         known = {(one["loc"], one["msg"]) for one in errors}
         errors += [one for one in others if (one["loc"], one["msg"]) not in known]
-    keys = [*known_keys(DaemonConfig), *_tenants_keys(content)]
+    tenants = content.get("tenants")
+    names = tenants if isinstance(tenants, Mapping) else ()
+    keys = [f"tenants.{name}.{key}" for name in names for key in TenantOptions.model_fields]
+    keys += known_keys(DaemonConfig)
     for one in errors:
         if one["type"] == "missing" and one["loc"] == ("max_bytes",):
             place = f"{file}: " if file is not None else ""
@@ -162,9 +165,3 @@ def survey_daemon_config(file: Path | None, given: Mapping[str, Any]) -> Loaded[
             problems += explain([one], keys, origin)
     notes = tuple(f"{origin.at((key,))}: {key}: {why}" for key, why in _NO_EFFECT.items() if key in content)
     return Loaded(config or _NOTHING, origin, notes, tuple(problems))
-
-
-def _tenants_keys(content: Mapping[str, Any]) -> list[str]:
-    tenants = content.get("tenants")
-    names = tenants if isinstance(tenants, Mapping) else ()
-    return [f"tenants.{name}.{key}" for name in names for key in TenantOptions.model_fields]

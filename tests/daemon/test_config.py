@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lmcache_async.cli.app import app
 from lmcache_async.daemon import address
 from lmcache_async.daemon.address import check_directory, default_socket
 from lmcache_async.daemon.config import load_daemon_config
@@ -48,46 +46,9 @@ def test_the_file_in_the_docs_is_valid(tmp_path: Path) -> None:
     assert load_daemon_config(file, {}).max_bytes == 20 << 30
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("max_byte: 1GiB", "max_bytes"),
-        ("{}", "max_bytes is missing"),
-        ("max_bytes: plenty", "expected a size"),
-        ("max_bytes: 4096", "at least"),
-        ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2GiB}}", "tenants"),
-        ("max_bytes: 1GiB\ntenants: {a: {reserved_bytes: 2MiB, max_bytes: 1MiB}}", "reserved_bytes"),
-        ("max_bytes: 1GiB\nother_tenants: {reserved_bytes: 1MiB}", "only named tenants can reserve"),
-        ("[1, 2]", "expected a mapping of keys"),
-        ("a: [", "not YAML"),
-    ],
-)
-def test_the_error_names_the_wrong_key(tmp_path: Path, text: str, says: str) -> None:
-    file = tmp_path / "host.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        load_daemon_config(file, {})
-
-
 def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_daemon_config(tmp_path / "none.yaml", {})
-
-
-def test_the_command_prints_the_error_and_ends_with_2(tmp_path: Path) -> None:
-    ended = CliRunner().invoke(app, ["serve", "--socket", str(tmp_path / "s"), "--max-bytes", "plenty"])
-
-    assert ended.exit_code == 2
-    assert "max_bytes" in ended.stderr
-
-
-@pytest.mark.parametrize("path", ["", "/", "."])
-def test_a_path_that_no_socket_can_have_is_refused(path: str) -> None:
-    ended = CliRunner().invoke(app, ["serve", "--socket", path, "--max-bytes", "1MiB"])
-
-    assert ended.exit_code == 2
-    assert "socket is" in ended.stderr
-    assert "expected the path of a socket" in ended.stderr
 
 
 def test_the_default_socket_is_in_a_directory_of_this_user(

@@ -109,36 +109,6 @@ def test_the_prefix_of_a_leased_chunk_stays() -> None:
     assert held(pool) == [0, 1, 2, 10]
 
 
-def test_the_memory_of_a_removed_record_is_free_with_its_last_lease() -> None:
-    pool = pool_of(1)
-    put(pool, [1])
-    first, second = pool.lease("t", key_of(1)), pool.lease("t", key_of(1))
-    assert first is not None
-    assert second is not None
-    assert pool.remove("t", key_of(1))
-    assert held(pool) == []
-    pool.release(first)
-    assert put(pool, [2]) == []
-    assert int.from_bytes(second.view[:4], "little") == 1
-    pool.release(second)
-    assert put(pool, [2]) == [2]
-
-
-def test_a_second_commit_of_a_key_keeps_the_first_record() -> None:
-    pool = pool_of(4)
-    slots = [pool.reserve("t", key_of(1), 100) for _ in range(2)]
-    for mark, slot in enumerate(slots):
-        assert slot is not None
-        slot.view[:] = bytes([mark]) * 100
-        pool.commit(slot)
-    lease = pool.lease("t", key_of(1))
-    assert lease is not None
-
-    assert bytes(lease.view) == bytes(100)
-    assert pool.tenant_statistics("t").bytes == PAGE
-    pool.release(lease)
-
-
 def test_leases_end_once() -> None:
     pool = pool_of(4)
     slot = pool.reserve("t", key_of(1), 10)

@@ -152,7 +152,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert held + statistics.unused_bytes == statistics.max_bytes == self.pages * PAGE
         for name, tenant in statistics.tenants.items():
             assert tenant.bytes <= tenant.max_bytes
-            assert tenant.chunks == len(self.pool.keys(name))
+            keys = self.pool.keys(name)
+            pages = [-(-len(self.contents[name, key]) // PAGE) for key in keys]
+            assert (tenant.chunks, tenant.record_bytes) == (len(keys), sum(pages) * PAGE)
             assert self._held(name) <= self.contents.keys()
         leases = sum(tenant.readers + tenant.writers for tenant in statistics.tenants.values())
         assert leases == len(self.live)

@@ -81,6 +81,17 @@ REFUSED = [
         "expected a name of letters, digits, '_', '.' and '-'",
     ),
     (values.parse_names, [[], "[]"], "expected at least one name"),
+    (
+        parse_size,
+        ["", "GiB", "abc", "8 GiBs", "1e9", "-1", "-1GiB", "1.5", 1.5, True, None, [], "1,5GiB", "٣GiB"],
+        "expected a size in bytes, such as 8GiB, 500MB or 1048576",
+    ),
+    (parse_size, ["8G"], "expected GiB (1024) or GB (1000) as the unit"),
+    (
+        parse_size,
+        [0, "0GiB", "0.1B", values.MAX_BYTES + 1, "5000000TiB", "9" * 400 + "GiB"],
+        "expected a size between 1 byte and 4194304 TiB",
+    ),
 ]
 
 
@@ -109,7 +120,6 @@ def test_texts_that_mean_not_set(text):
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "Gi": 2**30}
-EXPECTED_SIZE = "expected a size in bytes, such as 8GiB, 500MB or 1048576"
 
 
 @given(st.integers(1, values.MAX_BYTES))
@@ -142,25 +152,6 @@ def test_a_number_without_a_unit_is_bytes(nbytes):
 )
 def test_fractions_and_spaces(value, nbytes):
     assert parse_size(value) == nbytes
-
-
-@pytest.mark.parametrize(
-    "value", ["", "GiB", "abc", "8 GiBs", "1e9", "-1", "-1GiB", "1.5", 1.5, True, None, [], "1,5GiB", "٣GiB"]
-)
-def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match=f"^{re.escape(EXPECTED_SIZE)}$"):
-        parse_size(value)
-
-
-def test_an_ambiguous_unit_is_refused():
-    with pytest.raises(ValueError, match=r"^expected GiB \(1024\) or GB \(1000\) as the unit$"):
-        parse_size("8G")
-
-
-@pytest.mark.parametrize("value", [0, "0GiB", "0.1B", values.MAX_BYTES + 1, "5000000TiB", "9" * 400 + "GiB"])
-def test_sizes_beyond_the_bounds_are_refused(value):
-    with pytest.raises(ValueError, match=r"^expected a size between 1 byte and 4194304 TiB$"):
-        parse_size(value)
 
 
 def test_a_refused_directory_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -109,17 +109,17 @@ async def _check_record(tier: TierHandle, arena: Arena, timeout_s: float) -> Che
 async def _store_and_read(
     tier: TierHandle, arena: Arena, timeout_s: float, key: ChunkKey, record: Buffer
 ) -> Check:
-    begin = time.perf_counter()
-    (error,) = await tier.put([(key, record)])
-    if error is not None:
-        return _failed("a put", error)
-    stored, begin = _ms(begin), time.perf_counter()
+    step, begin = "a put", time.perf_counter()
     try:
+        (error,) = await tier.put([(key, record)])
+        if error is not None:
+            raise error
+        stored, step, begin = _ms(begin), "a get", time.perf_counter()
         (found,) = await tier.get([key], partial(arena.lease, timeout_s=timeout_s))
+        if isinstance(found, TierError):
+            raise found
     except (TierError, BudgetExceededError) as failure:
-        return _failed("a get", failure)
-    if isinstance(found, TierError):
-        return _failed("a get", found)
+        return _failed(step, failure)
     if found is not None:
         with found:
             if found.view == record.view:
