@@ -44,11 +44,13 @@ def copy_command(
     same command copies the rest. Exits with 1 if a record was refused, because it is damaged or DST has no room.
     """
     selection = shared.selection_of(namespace)
-    from_spec, to_spec = (
-        StoreSpec(*_place(text, config), rank, in_flight, max_record_bytes) for text in (source, destination)
-    )
+    spec = StoreSpec(None, config, None, rank, in_flight, max_record_bytes)
 
     async def work(meter: Meter) -> CopyReport:
+        from_spec, to_spec = (
+            spec.placed(None, text) if _is_tier(text, config) else spec.placed(Path(text), None)
+            for text in (source, destination)
+        )
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(open_store(from_spec, change=False))
             into: OfflineStore | str = str(to_spec.path)
@@ -67,13 +69,9 @@ def copy_command(
     shared.run(work, _lines, as_json=as_json, passed=lambda done: not done.refused)
 
 
-def _place(text: str, config: Path | None) -> tuple[Path | None, Path | None, str | None]:
-    """Return directory, config and tier of an argument.
-
-    JSON is a tier. With `--config`, a name without a slash is the id of one of its tiers.
-    """
-    is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
-    return (None, config, text) if is_tier else (Path(text), config, None)
+def _is_tier(text: str, config: Path | None) -> bool:
+    """Whether an argument is a tier: as JSON or, with `--config`, a name without a slash."""
+    return text.lstrip().startswith("{") or (config is not None and "/" not in text)
 
 
 def _lines(done: CopyReport) -> Iterator[str]:

@@ -42,7 +42,7 @@ def verify_command(
     selection = shared.selection_of(namespace)
 
     async def work(store: OfflineStore, meter: Meter) -> Verification:
-        cipher, _ = open_keys(spec.read_config())
+        cipher, _ = open_keys(spec.loaded)
         return await verify(
             store, meter, selection=selection, remedy=remedy, max_bytes_per_s=limit_rate, cipher=cipher
         )

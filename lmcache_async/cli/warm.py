@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +88,7 @@ def warm_command(
     spec = StoreSpec(None, config, None, rank, in_flight, max_record_bytes)
 
     async def work(meter: Meter) -> Warmup:
-        loaded = spec.read_config()
+        loaded = spec.loaded
         if loaded is None:
             raise ConfigError("give the engine's config file with --config, or a server with --url")
         cipher, hash_key = open_keys(loaded)
@@ -97,7 +96,7 @@ def warm_command(
         encode = None if tokenizer is None else tokenizer_of(tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             opened, *targets = [
-                await stack.enter_async_context(open_store(replace(spec, tier=tier), change=tier != slow))
+                await stack.enter_async_context(open_store(spec.placed(None, tier), change=tier != slow))
                 for tier in (slow, *fast)
             ]
             return await warm(

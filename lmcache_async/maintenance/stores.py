@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -40,7 +40,7 @@ _ALLOCATE_S = 600.0  # each call that holds memory has a deadline of its own
 _LOOKUP_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreSpec:
     """Command-line arguments that select a store: a directory, or a tier of a config or as JSON."""
 
@@ -51,13 +51,21 @@ class StoreSpec:
     in_flight: int = 4
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def read_config(self) -> EngineConfig | None:
+    @functools.cached_property
+    def loaded(self) -> EngineConfig | None:
+        """The configuration, which is read on first use."""
         return None if self.config is None else load_config(self.config)
+
+    def placed(self, path: Path | None, tier: str | None) -> StoreSpec:
+        """Return the spec of another store with the same configuration."""
+        spec = replace(self, path=path, tier=tier)
+        vars(spec)["loaded"] = self.loaded
+        return spec
 
 
 def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
     """Return the store, to be opened with `async with`. With `change`, a directory is locked."""
-    config = spec.read_config()
+    config = spec.loaded
     third_party = config is None or config.plugins.third_party
     options = OfflineOptions(change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes)
     if spec.path is not None:

@@ -118,3 +118,14 @@ def test_the_rate_is_limited(root, monkeypatch):
 
     # The bytes beyond those of the first second have to wait; the clock hardly advances here.
     assert max(waits) == pytest.approx(found["bytes"] / 1024 - 1, abs=5)
+
+
+def test_a_config_is_read_once(root, tmp_path, caplog):
+    config = tmp_path / "lmcache.yaml"
+    config.write_text(f"local_cpu: true\nlocal_disk: {root}\nmax_local_disk_size: 1\nenable_blending: true\n")
+
+    for arguments in (["verify", "--tier", "disk"], ["copy", "disk", tmp_path / "there"]):
+        caplog.clear()
+        told(*arguments, "--config", config)
+
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "of a setting without effect"
