@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.bench.measure import MIB, UNIT, Case, rate
+from lmcache_async.bench.measure import MIB, UNIT, Case
 from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.bench.raw import RawFiles
 
@@ -58,7 +57,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
                         "threads": settings.threads,
                         "o_direct": raw.direct,
                     }
-                    store, retrieve = store_probe(cache, engine), retrieve_probe(cache, engine)
+                    store, retrieve = probes(cache, engine)
                     cases = [
                         Case(f"store, {name}", UNIT, store, {"pwrite": raw.put}, facts),
                         Case(f"retrieve, {name}", UNIT, retrieve, {"pread": raw.get}, facts),
@@ -95,32 +94,6 @@ def open_disk(
     )
 
 
-def store_probe(cache: PromptCache, engine: CacheEngine) -> Probe:
-    """GB/s of a store of the whole prompt into an empty tier, until it is on disk."""
-
-    async def probe() -> float:
-        await engine.clear()
-        return await _store(cache, engine)
-
-    return probe
-
-
-def retrieve_probe(cache: PromptCache, engine: CacheEngine) -> Probe:
-    """GB/s of a retrieve of the whole prompt, until it is verified and in the KV cache."""
-
-    async def probe() -> float:
-        if await engine.lookup(cache.tokens) != len(cache.tokens):
-            await _store(cache, engine)
-        start = time.perf_counter()
-        await cache.retrieve(engine)
-        return rate(cache.arena_bytes, start)
-
-    return probe
-
-
-async def _store(cache: PromptCache, engine: CacheEngine) -> float:
-    start = time.perf_counter()
-    await cache.store(engine)
-    if not await engine.flush(timeout_s=TIMEOUT_S):
-        raise RuntimeError(f"the store did not end in {TIMEOUT_S:.0f} s")
-    return rate(cache.arena_bytes, start)
+def probes(cache: PromptCache, engine: CacheEngine) -> tuple[Probe, Probe]:
+    """GB/s of a store until everything is on disk, and of a retrieve."""
+    return cache.probes(engine, lambda seconds: cache.arena_bytes / seconds / 1e9, flush_s=TIMEOUT_S)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_async.bench.measure import UNIT, Case, rate
+from lmcache_async.bench.measure import UNIT, Case
 from lmcache_async.bench.raw import move_all
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
@@ -28,7 +28,7 @@ from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.region import Region
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from lmcache_async.bench.measure import Frame, Probe, Row
 
@@ -134,21 +134,42 @@ class PromptCache:
         config = load_config(env={}, extra=own | settings)
         return CacheEngine.open(config, layout=self.layout, namespace=self.namespace)
 
-    async def store(self, engine: CacheEngine) -> None:
-        """Store the whole prompt."""
+    async def store(self, engine: CacheEngine, *, flush_s: float | None = None) -> None:
+        """Store the whole prompt; with `flush_s`, wait until all tiers have it."""
         report = await engine.store(self.tokens, self.blocks)
         if report.stored != self.num_chunks:
             raise RuntimeError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
+        if flush_s is not None and not await engine.flush(timeout_s=flush_s):
+            raise RuntimeError(f"the store did not end in {flush_s:.0f} s")
 
-    async def ensure_stored(self, engine: CacheEngine) -> None:
+    async def ensure_stored(self, engine: CacheEngine, *, flush_s: float | None = None) -> None:
         if await engine.lookup(self.tokens) != len(self.tokens):
-            await self.store(engine)
+            await self.store(engine, flush_s=flush_s)
 
     async def retrieve(self, engine: CacheEngine) -> None:
         """Retrieve the whole prompt."""
         mask = await engine.retrieve(self.tokens, self.blocks)
         if not bool(mask.all()):
             raise RuntimeError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
+
+    def probes(
+        self, engine: CacheEngine, figure: Callable[[float], float], *, flush_s: float | None = None
+    ) -> tuple[Probe, Probe]:
+        """A store of the whole prompt into empty tiers, and a retrieve; `figure` converts their seconds."""
+
+        async def store() -> float:
+            await engine.clear()
+            start = time.perf_counter()
+            await self.store(engine, flush_s=flush_s)
+            return figure(time.perf_counter() - start)
+
+        async def retrieve() -> float:
+            await self.ensure_stored(engine, flush_s=flush_s)
+            start = time.perf_counter()
+            await self.retrieve(engine)
+            return figure(time.perf_counter() - start)
+
+        return store, retrieve
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
@@ -179,21 +200,10 @@ def _cases(cache: PromptCache, engine: CacheEngine, pieces: Mapping[str, Pairs],
         "record_bytes": cache.record_bytes,
     }
 
-    async def store() -> float:
-        await engine.clear()
-        start = time.perf_counter()
-        await cache.store(engine)
-        return rate(cache.nbytes, start)
-
-    async def retrieve() -> float:
-        await cache.ensure_stored(engine)
-        start = time.perf_counter()
-        await cache.retrieve(engine)
-        return rate(cache.nbytes, start)
-
     def memcpy(*, back: bool) -> dict[str, Probe]:
         return {name: _copy_probe(pairs, threads, cache.nbytes, back=back) for name, pairs in pieces.items()}
 
+    store, retrieve = cache.probes(engine, lambda seconds: cache.nbytes / seconds / 1e9)
     suffix = f"{threads} thread" + "s" * (threads > 1)
     return [
         Case(f"store, {suffix}", UNIT, store, memcpy(back=False), parameters),

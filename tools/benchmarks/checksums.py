@@ -17,16 +17,14 @@ from unittest import mock
 
 import xxhash
 
-from lmcache_async.bench.disk import make_cache, open_disk, retrieve_probe, store_probe
+from lmcache_async.bench.disk import make_cache, open_disk, probes
 from lmcache_async.bench.measure import Case
 from tools.benchmarks.command import option
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.bench.memory import PromptCache
-    from lmcache_async.engine.engine import CacheEngine
 
 UNIT = "GB/s"
 RECORD_MIB = 2
@@ -55,20 +53,20 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             open_disk(cache, path / "without", **{"retrieve.verify": False})
         )
         cases = [
-            Case(verb, UNIT, probe(cache, with_), {"without": _without(probe, cache, without)}, parameters)
-            for verb, probe in (("store", store_probe), ("load", retrieve_probe))
+            Case(verb, UNIT, probe, {"without": _without(limit)}, parameters)
+            for verb, probe, limit in zip(
+                ("store", "load"), probes(cache, with_), probes(cache, without), strict=True
+            )
         ]
         for row in await frame.compare(cases):
             yield row
 
 
-def _without(
-    probe: Callable[[PromptCache, CacheEngine], Probe], cache: PromptCache, engine: CacheEngine
-) -> Probe:
+def _without(probe: Probe) -> Probe:
     async def without() -> float:
         fake = SimpleNamespace(xxh3_128_digest=_no_digest, xxh3_64=xxhash.xxh3_64)
         with mock.patch("lmcache_async.memory.record.xxhash", fake):
-            return await probe(cache, engine)()
+            return await probe()
 
     return without
 

@@ -161,19 +161,7 @@ def _freeze_heap() -> None:
 
 def _times(batches: Batches, engine: CacheEngine, limits: Mapping[str, Probe]) -> list[Case]:
     cache, name = batches.cache, batches.name
-
-    async def store() -> float:
-        await engine.clear()
-        start = time.perf_counter()
-        await cache.store(engine)
-        return 1e6 * (time.perf_counter() - start) / cache.num_chunks
-
-    async def retrieve() -> float:
-        await cache.ensure_stored(engine)
-        start = time.perf_counter()
-        await cache.retrieve(engine)
-        return 1e6 * (time.perf_counter() - start) / cache.num_chunks
-
+    store, retrieve = cache.probes(engine, lambda seconds: 1e6 * seconds / cache.num_chunks)
     return [
         Case(f"store, {name}", UNIT, store, limits, batches.parameters),
         Case(f"retrieve, {name}", UNIT, retrieve, limits, batches.parameters),

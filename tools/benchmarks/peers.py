@@ -330,18 +330,7 @@ GROUPS = tuple(map(contextlib.asynccontextmanager, (hashing, copying, bookkeepin
 def _moves(
     cache: PromptCache, engine: CacheEngine, store_name: str, retrieve_name: str
 ) -> dict[str, Seconds]:
-    async def store() -> float:
-        await engine.clear()
-        start = time.perf_counter()
-        await cache.store(engine)
-        return time.perf_counter() - start
-
-    async def retrieve() -> float:
-        await cache.ensure_stored(engine)
-        start = time.perf_counter()
-        await cache.retrieve(engine)
-        return time.perf_counter() - start
-
+    store, retrieve = cache.probes(engine, lambda seconds: seconds)
     return {store_name: store, retrieve_name: retrieve}
 
 
