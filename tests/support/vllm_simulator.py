@@ -88,6 +88,7 @@ class Setup:
         options: The connector's kv_connector_extra_config; None for no connector.
         overlapped: A step is scheduled while the previous one still runs, as on GPUs.
         multi: The connector is a child of vLLM's MultiConnector.
+        others: `kv_transfer_config` of the children before it.
         split_heads: The ranks divide the KV heads, and the values of a head are those of no other. Otherwise each rank
             has as many heads, with values of its own.
         kv_events: vLLM collects KV events. The scheduler publishes them.
@@ -106,6 +107,7 @@ class Setup:
     overlapped: bool = False
     kv_events: bool = False
     multi: bool = False
+    others: tuple[Mapping[str, Any], ...] = ()
     split_heads: bool = False
     groups: tuple[KVGroup, ...] = ()
 
@@ -129,7 +131,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             "kv_connector_extra_config": {"weights_fingerprint": "text:simulated", **setup.options},
         }
         if setup.multi:
-            children = {"connectors": [given]}
+            children = {"connectors": [*setup.others, given]}
             given = {
                 "kv_connector": "MultiConnector",
                 "kv_role": setup.kv_role,

@@ -345,6 +345,11 @@ class RequestTracker:
         return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
 
     @property
+    def loaded_by_another(self) -> bool:
+        """Whether the first step after `local_found` has tokens that another connector of a MultiConnector loads."""
+        return not self.is_loading and self._request.num_computed_tokens > self._local_tokens
+
+    @property
     def hit_tiers(self) -> Mapping[str, int]:
         """Number of chunks of the hit by the id of the tier that has them."""
         answer = self._lookup.answer if self._lookup is not None else None

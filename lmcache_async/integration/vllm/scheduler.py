@@ -417,6 +417,7 @@ class SchedulerConnector:
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
         self._new_loads: list[Job] = []
+        self._matched: set[str] = set()  # requests of `match` since the last step
         self._pins = BlockPins(config.vllm.max_pinned_fraction)
         self._stores = StoreQueue(
             self._pins,
@@ -499,6 +500,7 @@ class SchedulerConnector:
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """get_num_new_matched_tokens: vLLM calls it any number of times for one request."""
         tracker = self._tracker(request)
+        self._matched.add(request.request_id)
         tracker.local_found(local_tokens)
         self._deliver_answers()
         if self._may_be_unfilled(local_tokens):
@@ -551,8 +553,11 @@ class SchedulerConnector:
         """build_connector_meta: the end of every scheduling step."""
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
+        matched, self._matched = self._matched, set()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
+            if tracker is not None and request_id in matched and tracker.loaded_by_another:
+                tracker.stores = False  # if the load fails, that is known after these blocks are stored
             if tracker is not None and tracker.stores:
                 states: dict[int, dict[int, int]] = {}
                 if self._policy.has_states:
