@@ -22,11 +22,9 @@ class AllocateStage:
         self._timeout_s = config.store.allocate_timeout_s
 
     async def __call__(self, batch: MissingBatch) -> LeasedBatch:
-        by_rows: dict[int, int] = {}
-        sizes = [
-            by_rows.get(count) or by_rows.setdefault(count, self._record_bytes(count))
-            for count in map(len, batch.rows)
-        ]
+        counts = [*map(len, batch.rows)]
+        size_of = {count: self._record_bytes(count) for count in set(counts)}
+        sizes = [size_of[count] for count in counts]
         buffers = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
         batch.scope.add(buffers)
         count = len(buffers)

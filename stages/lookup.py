@@ -34,11 +34,11 @@ class LookupStage:
         keys = [chunk.key for chunk in chunks]
         missing = await self._stack.missing(keys, memory_chunks=self._num_slabs)
         present = len(chunks) - len(missing)
-        if missing and np.concatenate([batch.rows[i] for i in missing]).min(initial=0) < 0:
-            masked = {i: chunks[i] for i in missing if (batch.rows[i] < 0).any()}
+        rows = batch.rows[: len(chunks)]
+        if missing and np.concatenate([rows[i] for i in missing]).min(initial=0) < 0:
+            masked = {i: chunks[i] for i in missing if (rows[i] < 0).any()}
             drops.add([*masked.values()], "masked")
             missing = [i for i in missing if i not in masked]
-        rows = batch.rows[: len(chunks)]
         if len(missing) < len(chunks):
             chunks, rows = tuple(chunks[i] for i in missing), tuple(rows[i] for i in missing)
         return MissingBatch(

@@ -30,6 +30,7 @@ from lmcache_async.metrics.instrument import Instrument, Several
 from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored, Drops
+from lmcache_async.pipeline.runner import Once
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.handle import Watcher
@@ -70,6 +71,7 @@ class CacheEngine:
         self.config = config
         self.namespace = groups[0].namespace
         self.layout = groups[0].layout
+        self._engine_root = self.namespace.root()
         self.metrics = parts.stack.metrics
         self.metrics.sources.append(lambda out: self.statistics().add_to(out))
         if config.http.listen is not None:
@@ -272,7 +274,7 @@ class CacheEngine:
 
         Returns when the slowest tier has stored or refused them, or at the deadline.
         """
-        copied = _Once(request.on_copied)
+        copied = Once(request.on_copied)
         try:
             async with self._call():
                 start = time.perf_counter()
@@ -397,7 +399,7 @@ class CacheEngine:
 
     def _root(self, namespace: RequestNamespace) -> bytes:
         own = self.namespace
-        return namespace.root(own.root(), own.algorithm, own.hash_key)
+        return namespace.root(self._engine_root, own.algorithm, own.hash_key)
 
     def _label(self, namespace: RequestNamespace) -> str:
         return namespace.keyed_label(self.namespace.hash_key)
@@ -483,20 +485,6 @@ class CacheEngine:
                     task.cancel()
                 if running := self._running():
                     await asyncio.wait(running, timeout=timeout_s)
-
-
-class _Once:
-    """Call the callback on the first call only, and record the time."""
-
-    def __init__(self, callback: Callable[[], None] | None) -> None:
-        self._callback = callback
-        self.time: float | None = None
-
-    def __call__(self) -> None:
-        if self.time is None:
-            self.time = time.perf_counter()
-            if self._callback is not None:
-                self._callback()
 
 
 def _countdown(timeout_s: float) -> Callable[[], float]:

@@ -69,7 +69,7 @@ class WriteOutcomes:
         return self._complete if self._left else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BatchStored:
     """Result of storing a batch of chunks. Complete when the slowest tier has finished.
 

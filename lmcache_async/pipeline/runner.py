@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -80,7 +81,7 @@ class Runner(Generic[Out]):
         Raises:
             LMCacheAsyncError: A stage for whole requests failed, or did not end by the deadline.
         """
-        copied = _Callback(on_copied)
+        copied = Once(on_copied)
         scopes: list[Scope] = []  # of batches that are split, or that a later stage failed to take
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -128,7 +129,7 @@ class Runner(Generic[Out]):
         finally:
             for scope in scopes:
                 scope.close()
-            copied.call()
+            copied()
         return self._results(run)
 
     def _split(self, batch: Batch) -> list[Batch]:
@@ -141,7 +142,6 @@ class Runner(Generic[Out]):
     async def _run_batch(self, run: _Run[Out], index: int) -> None:
         """Pass a batch through the stages of the tail."""
         batch = run.batches[index]
-        task = asyncio.current_task()
         value: Any = batch
         try:
             for info in self.chain.tail:
@@ -152,7 +152,7 @@ class Runner(Generic[Out]):
                 try:
                     value = await info.stage(value)
                 except BaseException as error:
-                    _raise_unexpected(info, error, task)
+                    _raise_unexpected(info, error, run.tasks[index])
                     raise
                 _check_result(info, value)
                 if isinstance(value, Batch) and value.scope is not batch.scope:
@@ -218,7 +218,7 @@ _CAUSES: dict[type[LMCacheAsyncError], str] = {
 class _Run(Generic[Out]):
     """State of one run: batches that have ended, and whether one of them ended the run."""
 
-    def __init__(self, batches: list[Batch], copied: _Callback) -> None:
+    def __init__(self, batches: list[Batch], copied: Once) -> None:
         count = len(batches)
         self.batches = batches
         self.num_chunks = sum(len(batch.chunks) for batch in batches)
@@ -251,7 +251,7 @@ class _Run(Generic[Out]):
         """Note that a batch does not read device memory any more; call back after the last one."""
         self._reading.discard(index)
         if not self._reading:
-            self._copied.call()
+            self._copied()
 
     def end_after(self, index: int) -> None:
         """Cancel the batches after `index`; their tasks release what they hold."""
@@ -268,13 +268,15 @@ class _Run(Generic[Out]):
                 task.cancel()
 
 
-class _Callback:
-    """Calls a function at most once."""
+class Once:
+    """Calls a function on the first call only, and records the time of `time.perf_counter`."""
 
     def __init__(self, function: Callable[[], None] | None) -> None:
         self._function = function
+        self.time: float | None = None
 
-    def call(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
+    def __call__(self) -> None:
+        if self.time is None:
+            self.time = time.perf_counter()
+            if self._function is not None:
+                self._function()

@@ -99,7 +99,8 @@ class LRUPolicy:
                 self._link(child, parent)
             else:
                 hints[child] = parent
-                hints.move_to_end(child)
+                if known is not None:
+                    hints.move_to_end(child)
         bound = min(max(MIN_HINTS, len(sizes)), self._max_hints)
         while len(hints) > bound:
             hints.popitem(last=False)

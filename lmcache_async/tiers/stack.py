@@ -87,15 +87,12 @@ class TierStack:
         self._write_timeout_s = write_timeout_s
         self._encrypted = encrypted
         self._exit = AsyncExitStack()
+        self._writable = [stacked for stacked in self.tiers if stacked.writable]
 
     @property
     def leaves_memory(self) -> bool:
         """Whether records are written to any tier outside the memory of the process."""
         return any(stacked.leaves_memory for stacked in self._writable)
-
-    @property
-    def _writable(self) -> list[StackedTier]:
-        return [stacked for stacked in self.tiers if stacked.writable]
 
     @property
     def late_calls(self) -> int:
@@ -112,6 +109,9 @@ class TierStack:
                     stacked.writer.start()
                     stack.push_async_callback(stacked.writer.aclose, timeout_s=0.0)
             self._exit = stack.pop_all()
+        self._writable = [
+            stacked for stacked in self.tiers if stacked.writable
+        ]  # an open tier may know better
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
@@ -190,7 +190,7 @@ class TierStack:
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
             lacking.update(compress(wanted, map(not_, stored)))
-        return sorted(lacking) if answered else everything
+        return everything if len(lacking) == len(keys) or not answered else sorted(lacking)
 
     async def fetch(
         self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate, *, slower: bool = True
@@ -330,8 +330,8 @@ class TierStack:
                 "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
         causes: list[str | None] = [None] * len(items)  # of the tiers that have answered
-        queued: list[list[asyncio.Future[TierError | None]]] = []  # by tier
-        shared: list[list[asyncio.Future[TierError | None]]] = []
+        queued: list[Sequence[asyncio.Future[TierError | None]]] = []  # by tier
+        shared: list[Sequence[asyncio.Future[TierError | None]]] = []
         for stacked in self._writable:
             count = self._counts[stacked.id].written
             given = outside if stacked.leaves_memory else items
@@ -350,15 +350,13 @@ class TierStack:
                 shared.append(futures)
             for future in futures:
                 future.add_done_callback(lambda done, count=count: count([done.result()]))  # type: ignore[misc]
+        waiting, shared = _by_chunk(queued, len(items)), _by_chunk(shared, len(items))
         for position, cause in enumerate(causes):
-            if waiting := [futures[position] for futures in queued if position < len(futures)]:
-                _report_when_done(cause, waiting, partial(on_outcome, position))
+            if waiting[position]:
+                _report_when_done(cause, waiting[position], partial(on_outcome, position))
             else:
                 on_outcome(position, cause or "")
-        return [
-            [futures[position] for futures in shared if position < len(futures)]
-            for position in range(len(items))
-        ]
+        return shared
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -395,6 +393,15 @@ def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
         return [(tiers[0], 0, len(tiers))]
     cuts = [position for position in range(1, len(tiers)) if tiers[position] != tiers[position - 1]]
     return [(tiers[start], start, stop) for start, stop in pairwise([0, *cuts, len(tiers)]) if start < stop]
+
+
+def _by_chunk(
+    futures: Sequence[Sequence[asyncio.Future[TierError | None]]], count: int
+) -> list[Sequence[asyncio.Future[TierError | None]]]:
+    """Return the futures of `count` chunks by chunk, given by tier. A tier may have only the first chunks."""
+    if not futures:
+        return [()] * count
+    return [[one[position] for one in futures if position < len(one)] for position in range(count)]
 
 
 def _report_when_done(
