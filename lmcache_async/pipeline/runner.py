@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from lmcache_async.errors import (
     BudgetExceededError,
@@ -94,7 +94,8 @@ class Runner(Generic[Out]):
                     except BaseException as error:
                         _raise_unexpected(info, error, asyncio.current_task())
                         raise
-                    _check_result(info, head)
+                    if not isinstance(head, info.result_type):
+                        _refuse_result(info, head)
                     if isinstance(head, Batch):
                         scopes.append(head.scope)
             run = _Run[Out](self._split(head), copied)
@@ -142,6 +143,7 @@ class Runner(Generic[Out]):
     async def _run_batch(self, run: _Run[Out], index: int) -> None:
         """Pass a batch through the stages of the tail."""
         batch = run.batches[index]
+        task = asyncio.current_task()
         value: Any = batch
         try:
             for info in self.chain.tail:
@@ -152,9 +154,10 @@ class Runner(Generic[Out]):
                 try:
                     value = await info.stage(value)
                 except BaseException as error:
-                    _raise_unexpected(info, error, run.tasks[index])
+                    _raise_unexpected(info, error, task)
                     raise
-                _check_result(info, value)
+                if not isinstance(value, info.result_type):
+                    _refuse_result(info, value)
                 if isinstance(value, Batch) and value.scope is not batch.scope:
                     run.scopes[index].append(value.scope)  # the stage created a new scope
                 if info.reads_device:
@@ -199,10 +202,8 @@ def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None
     raise RuntimeError(text) from error
 
 
-def _check_result(info: StageInfo, result: object) -> None:
-    """Raise TypeError if the result of a stage is not of the annotated type."""
-    if isinstance(info.gives, type) and not isinstance(result, info.gives):
-        raise TypeError(f"stage {info.name!r} returned {type(result).__name__}, not {info.gives.__name__}")
+def _refuse_result(info: StageInfo, result: object) -> NoReturn:
+    raise TypeError(f"stage {info.name!r} returned {type(result).__name__}, not {info.result_type.__name__}")
 
 
 _CAUSES: dict[type[LMCacheAsyncError], str] = {

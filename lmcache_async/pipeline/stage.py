@@ -42,6 +42,7 @@ class StageInfo:
         stage: The stage.
         takes: Annotated type of its argument.
         gives: Annotated type of its result.
+        result_type: Class of its result; object if `gives` is not a class.
         per_request: See `Stage`.
         ordered: See `Stage`.
         reads_device: See `Stage`.
@@ -52,6 +53,7 @@ class StageInfo:
     stage: Stage[Any, Any]
     takes: Any
     gives: Any
+    result_type: type
     per_request: bool
     ordered: bool
     reads_device: bool
@@ -86,6 +88,7 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
         stage=typing.cast("Stage[Any, Any]", stage),
         takes=takes,
         gives=gives,
+        result_type=gives if isinstance(gives, type) else object,
         per_request=bool(getattr(stage, "per_request", False)),
         ordered=bool(getattr(stage, "ordered", False)),
         reads_device=bool(getattr(stage, "reads_device", False)),
