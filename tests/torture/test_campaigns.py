@@ -195,6 +195,16 @@ def test_a_trend_is_the_line_and_the_difference_of_quarters():
         trend(range(7), [1.0] * 7)
 
 
+@pytest.mark.parametrize(
+    ("kills", "seconds", "goes_on"),
+    [(2, 0.0, True), (3, 0.0, False), (4, 0.0, False), (2, 1e-9, False), (4, 3600.0, True)],
+)
+def test_a_campaign_ends_at_its_count_or_after_its_seconds(kills, seconds, goes_on):
+    outcome = Outcome("kill", {"kills": kills})
+
+    assert outcome.left("kills", 3, seconds) is goes_on
+
+
 def test_the_command_runs_one_campaign_and_saves_its_figures(tmp_path):
     path = tmp_path / "build" / "figures.json"
     arguments = ["flips", "--damages", "5", "--seed", "1", "--json", str(path)]

