@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tools.mutants.mutation import Mutation, copy_tree, mutated
 from tools.mutants.mutations import MUTATIONS
+from tools.processes import run_logged
 
 TIMEOUT_S = 1200.0
 """Timeout of a pytest run. A mutant that hangs is detected by the shorter timeout per test."""
@@ -28,13 +29,13 @@ def run_tests(tree: Path, tests: Sequence[str], timeout_s: float = TEST_TIMEOUT_
     command += ["--timeout", str(timeout_s), "-m", "not gpu and not vllm", *tests]
     # The copy precedes the checkout on the path. Fixed seeds give every run of a mutant the same tests.
     environment = os.environ | {"PYTHONPATH": str(tree), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+    with tempfile.NamedTemporaryFile(prefix="lmcache-async-mutant-", suffix=".log") as log:
+        path = Path(log.name)
+        status = run_logged(command, path, cwd=tree, environment=environment, timeout_s=TIMEOUT_S)
+        output = path.read_text(encoding="utf-8", errors="replace")
+    if status is None:
         return 1, f"FAILED tests/::no-end-within-{TIMEOUT_S:.0f}-s"
-    return done.returncode, done.stdout + done.stderr
+    return status, output
 
 
 def tell(line: str) -> None:
