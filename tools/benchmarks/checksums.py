@@ -11,11 +11,8 @@ import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
-
-import xxhash
 
 from lmcache_async.bench.disk import make_cache, open_disk, probes
 from lmcache_async.bench.measure import Case
@@ -49,11 +46,9 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             stack.enter_context(tempfile.TemporaryDirectory(dir=settings.path or None, prefix="checksums"))
         )
         with_ = await stack.enter_async_context(open_disk(cache, path / "with"))
-        without = await stack.enter_async_context(
-            open_disk(cache, path / "without", **{"retrieve.verify": False})
-        )
+        without = await stack.enter_async_context(open_without(cache, path / "without"))
         cases = [
-            Case(verb, UNIT, probe, {"without": _without(limit)}, parameters)
+            Case(verb, UNIT, probe, {"without": without_checksums(limit)}, parameters)
             for verb, probe, limit in zip(
                 ("store", "load"), probes(cache, with_), probes(cache, without), strict=True
             )
@@ -62,15 +57,25 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
             yield row
 
 
-def _without(probe: Probe) -> Probe:
-    async def without() -> float:
-        fake = SimpleNamespace(xxh3_128_digest=_no_digest, xxh3_64=xxhash.xxh3_64)
-        with mock.patch("lmcache_async.memory.record.xxhash", fake):
+@contextlib.asynccontextmanager
+async def open_without(cache: PromptCache, path: Path) -> AsyncIterator[CacheEngine]:
+    """Open an engine that verifies no payloads, and whose copies compute no checksums."""
+    with mock.patch("lmcache_async.device.cpu.can_digest", _cannot_digest):
+        async with open_disk(cache, path, **{"retrieve.verify": False}) as engine:
+            yield engine
+
+
+def without_checksums(probe: Probe) -> Probe:
+    async def measure() -> float:
+        with mock.patch("lmcache_async.stages.seal.payload_checksum", _no_checksum):
             return await probe()
 
-    return without
+    return measure
 
 
-def _no_digest(view: memoryview) -> bytes:
-    del view
+def _cannot_digest(groups: object) -> bool:
+    return False
+
+
+def _no_checksum(payload: memoryview) -> bytes:
     return bytes(16)

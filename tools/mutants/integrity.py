@@ -51,8 +51,8 @@ RECORDS = (
     Mutation(
         "the payload's checksum is not compared",
         RECORD,
-        "if payload and xxhash.xxh3_128_digest(",
-        "if False and xxhash.xxh3_128_digest(",
+        "if payload and payload_checksum(",
+        "if False and payload_checksum(",
         TEST_RECORD,
     ),
     Mutation(
@@ -139,15 +139,15 @@ RECORDS = (
     Mutation(
         "the payload of a sealed record is not compared",
         RECORD,
-        "return not payload or xxhash.xxh3_128_digest(view[header_bytes:]) == checksum",
+        "return not payload or payload_checksum(view[header_bytes:]) == checksum",
         "return True",
         TEST_RECORD,
     ),
     Mutation(
         "the fields of a sealed record are not compared",
         RECORD,
-        'if found != b"".join(',
-        'if b"" == b"".join(',
+        "if found != template.header(chunk, checksum):",
+        "if False:",
         TEST_RECORD,
     ),
     Mutation(

@@ -151,9 +151,9 @@ WAITS = (
     ),
     Mutation(
         "a cancelled copy of a GPU is not awaited",
-        "lmcache_async/device/copier.py",
-        "        await wait_done(*futures)\n",
-        "",
+        "lmcache_async/device/cuda.py",
+        "await run_shielded(asyncio.gather(*running, return_exceptions=True))",
+        "await asyncio.gather(*running, return_exceptions=True)",
         ("tests/unit/test_copier_cuda.py",),
     ),
     Mutation(

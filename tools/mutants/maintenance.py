@@ -10,8 +10,8 @@ MAINTENANCE = (
     Mutation(
         "a damaged record is copied",
         "lmcache_async/maintenance/copy.py",
-        "            if info.cause:\n                return self._leave(info)\n            nbytes = info.record_bytes\n",
-        "            nbytes = info.record_bytes\n",
+        "            if info.cause:\n                self._leave(info)\n            elif self._reserve(nbytes):",
+        "            if self._reserve(nbytes):",
         TEST_COPY,
     ),
     Mutation(
