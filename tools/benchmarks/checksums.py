@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
+    from lmcache_async.bench.memory import PromptCache
+    from lmcache_async.engine.engine import CacheEngine
 
 UNIT = "GB/s"
 RECORD_MIB = 2

@@ -78,8 +78,8 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: a producer's loads are given blocks that a step still writes",
         "lmcache_async/integration/vllm/connector.py",
-        "if not kv_transfer_config.is_kv_consumer:",
-        "if False:",
+        "changed = [each for each in kv_transfer_configs if not each.is_kv_consumer]",
+        "changed: list[Any] = []",
         ("tests/unit/vllm/test_simulated.py::test_stores_and_loads_by_role",),
     ),
     Mutation(
