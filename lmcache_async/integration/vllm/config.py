@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import vllm
 from vllm import envs
 
 from lmcache_async.config import EngineConfig, load_config
@@ -85,14 +86,6 @@ def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
     return load_config(extra=extra_config).vllm.layerwise_load == "always"
 
 
-def steps_overlap(vllm_config: Any) -> bool:
-    """Whether vLLM plans a step before the one before it has ended."""
-    return bool(
-        vllm_config.scheduler_config.async_scheduling
-        or vllm_config.parallel_config.pipeline_parallel_size > 1
-    )
-
-
 def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool = True) -> int:
     """Longest hit that is loaded by the step that uses it; 0 for none.
 
@@ -101,7 +94,10 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool 
     single blocks as failed, which it does not for a model with several KV groups.
     """
     wanted = config.vllm.layerwise_load
-    overlapping = steps_overlap(vllm_config)
+    overlapping = (
+        vllm_config.scheduler_config.async_scheduling
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    )
     if wanted == "always" and overlapping:
         logger.warning(
             "vllm.layerwise_load: always has no effect with asynchronous scheduling or pipeline parallelism; "
@@ -214,8 +210,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
     Ranks with equal KV have equal namespaces, and therefore equal keys in a shared tier.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    tp_size = parallel.tensor_parallel_size
-    rank = parallel.rank
+    tp_size, rank, draft = parallel.tensor_parallel_size, parallel.rank, vllm_config.speculative_config
     return Namespace(
         model=_model_name(model),
         weights=_weights(config, model, vllm_config.load_config.load_format),
@@ -225,7 +220,8 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         world_size=parallel.world_size,
         tp_rank=rank % tp_size,
         tp_size=tp_size,
-        replicated=_replicated(kv_cache_config),
+        # With MLA the latents are not split by head.
+        replicated=all(kind_of(spec) == "MLAAttentionSpec" for spec in specs_of(kv_cache_config)),
         tp_replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),  # since vLLM 0.32
         pp_rank=rank // tp_size,
         pp_size=parallel.pipeline_parallel_size,
@@ -238,8 +234,9 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
             ("kv_cache_dtype", str(cache.cache_dtype)),
             ("kv_cache_layout", str(kv_cache_config.kv_cache_layout)),
             ("model_config", _digest(model.hf_config.to_dict())),
-            ("speculative", _speculative(vllm_config.speculative_config)),
-            ("vllm", _vllm_version()),
+            # The layers of a draft model may be in the same pages.
+            ("speculative", f"{draft.method}:{draft.model}" if draft is not None else ""),
+            ("vllm", str(vllm.__version__)),
             *_media(config, model),
             *_rare_inputs(vllm_config),
         ),
@@ -257,11 +254,6 @@ def group_namespace(
     if len(groups) == 1 and group.is_full:
         return own
     return replace(own, extra=(*own.extra, ("kv_group", f"{group.index} of {len(groups)}, {group.kind}")))
-
-
-def _replicated(kv_cache_config: Any) -> bool:
-    """Whether all tensor-parallel ranks have the same KV, as with MLA, whose latents are not split by head."""
-    return all(type(spec).__name__ == "MLAAttentionSpec" for spec in specs_of(kv_cache_config))
 
 
 def _model_name(model: Any) -> str:
@@ -348,11 +340,6 @@ def _attention(vllm_config: Any, kv_cache_config: Any) -> str:
     return f"{backend}/{'+'.join(sorted(formats))}"
 
 
-def _speculative(config: Any) -> str:
-    """The draft model, whose layers may be in the same pages."""
-    return "" if config is None else f"{config.method}:{config.model}"
-
-
 def _digest(value: object) -> str:
     return hashlib.sha256(canonical_text(_plain(value)).encode()).hexdigest()[:32]
 
@@ -363,12 +350,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | bool | None) else repr(value)
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -398,7 +379,9 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     described = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))})"
     if not all(group.enable_kv_transfer for group in groups):
         return "vLLM does not allow the model's KV cache to be transferred"
-    if scratch := sorted({kind_of(spec) for spec in specs_of(kv_cache_config) if not _is_cacheable(spec)}):
+    # VLLM 0.31 and older look for a prefix in groups of all kinds.
+    specs = [spec for spec in specs_of(kv_cache_config) if not getattr(spec, "prefix_cacheable", True)]
+    if scratch := sorted(set(map(kind_of, specs))):
         return f"{described}, and vLLM keeps no prefix of {', '.join(scratch)}, which only the running request uses"
     if unknown := sorted(kinds - _SUPPORTED - _WINDOWED - _STATE):
         return (
@@ -430,11 +413,6 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if kv_cache_config.cache_hit_alignment_tokens not in (None, block_size_of(groups_of(kv_cache_config))):
         return f"{described}, with hits that end inside of a block"
     return None
-
-
-def _is_cacheable(spec: Any) -> bool:
-    """Whether vLLM looks for a prefix in groups of this kind. VLLM 0.31 and older do for all of them."""
-    return bool(getattr(spec, "prefix_cacheable", True))
 
 
 def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
