@@ -8,6 +8,7 @@ from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.record import RecordFormat, seal, verify
+from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import Chunk, ChunkKey
 
 FORMAT = RecordFormat(namespace='{"model":"m"}', layout="test", dtype="uint8", chunk_size=16)
@@ -21,6 +22,15 @@ SLAB_BYTES = FORMAT.record_bytes(MAX_PAYLOAD_BYTES)
 def small_arena(slabs: int) -> Arena:
     """Return an arena of `slabs` slabs of SLAB_BYTES."""
     return Arena(slabs * SLAB_BYTES, SLAB_BYTES, huge_pages=False, prefault=False)
+
+
+def allocator(arena: Arena, *, timeout_s: float = 5.0) -> Allocate:
+    """Return an `allocate` that leases buffers of `arena`."""
+
+    async def allocate(nbytes: int) -> Buffer:
+        return await arena.lease(nbytes, timeout_s=timeout_s)
+
+    return allocate
 
 
 def chunk_of(number: int) -> Chunk:
@@ -39,8 +49,10 @@ def payload_of(number: int, nbytes: int) -> bytes:
     return np.random.default_rng(number).bytes(nbytes)
 
 
-def write_record(buffer: Buffer, number: int, payload_bytes: int) -> None:
-    """Seal the record of chunk `number` in `buffer`, whose length must be that of the record."""
+def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
+    """Return a leased buffer with the sealed record of chunk `number`. The caller releases it."""
+    buffer = arena.lease_nowait(FORMAT.record_bytes(payload_bytes))
+    assert buffer is not None, "the test's arena is too small"
     buffer.view[FORMAT.header_bytes :] = payload_of(number, payload_bytes)
     seal(
         buffer.view,
@@ -50,13 +62,6 @@ def write_record(buffer: Buffer, number: int, payload_bytes: int) -> None:
         shape=(payload_bytes,),
         payload_bytes=payload_bytes,
     )
-
-
-def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
-    """Return a leased buffer with the sealed record of chunk `number`. The caller releases it."""
-    buffer = arena.lease_nowait(FORMAT.record_bytes(payload_bytes))
-    assert buffer is not None, "the test's arena is too small"
-    write_record(buffer, number, payload_bytes)
     return buffer
 
 

@@ -7,7 +7,15 @@ import pytest
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing import DictConfig, DictTier, Fault, FaultPlan, FaultyTier, GatedTier, LatencyTier
-from lmcache_async.testing.records import SLAB_BYTES, check_record, is_proven, key_of, record, small_arena
+from lmcache_async.testing.records import (
+    SLAB_BYTES,
+    allocator,
+    check_record,
+    is_proven,
+    key_of,
+    record,
+    small_arena,
+)
 from lmcache_async.testing.steps import turns
 
 
@@ -21,10 +29,7 @@ def arena():
 
 @pytest.fixture
 def allocate(arena):
-    async def allocate(nbytes):
-        return await arena.lease(nbytes, timeout_s=1)
-
-    return allocate
+    return allocator(arena)
 
 
 async def put(tier, arena, number):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.testing import chunk_keys, fault_plans, kv_layouts, payloads, tier_stacks, token_streams
 from lmcache_async.testing.fakes import Fault
-from lmcache_async.testing.records import check_record, is_proven, key_of, record, small_arena
+from lmcache_async.testing.records import allocator, check_record, is_proven, key_of, record, small_arena
 from lmcache_async.types import KEY_BYTES
 
 
@@ -70,9 +70,6 @@ def test_a_stack_of_faulty_tiers_gives_a_prefix_of_what_was_written(data, number
     stack = data.draw(tier_stacks())
     arena = small_arena(24)
 
-    async def allocate(nbytes):
-        return await arena.lease(nbytes, timeout_s=5)
-
     async def use():
         await stack.open(arena)
         items = [(key_of(number), record(arena, number)) for number in numbers]
@@ -84,7 +81,7 @@ def test_a_stack_of_faulty_tiers_gives_a_prefix_of_what_was_written(data, number
         assert sorted(outcomes) == list(range(len(numbers)))
         keys = [key for key, _ in items]
         tiers, _ = await stack.plan(keys)
-        fetched = await stack.fetch(keys[: len(tiers)], tiers, allocate)
+        fetched = await stack.fetch(keys[: len(tiers)], tiers, allocator(arena))
         assert len(fetched.buffers) <= len(tiers) <= len(keys)
         for number, buffer in zip(numbers, fetched.buffers, strict=False):
             with buffer:

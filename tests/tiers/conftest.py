@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig
-from lmcache_async.testing.records import SLAB_BYTES, small_arena
+from lmcache_async.testing.records import SLAB_BYTES, allocator, small_arena
 from tests.support.mooncake_pool import running
 from tests.support.processes import started
 from tests.support.s3_server import S3Server
@@ -24,10 +23,7 @@ def arena():
 
 @pytest.fixture
 def allocate(arena):
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=5)
-
-    return allocate
+    return allocator(arena)
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier, HandleTier
+from lmcache_async.testing.records import allocator
 from lmcache_async.testing.records import key_of as key
-from lmcache_async.tiers.base import Allocate, Capabilities
+from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.middleware.base import LayerContext, Shared
 from lmcache_async.types import ChunkKey
@@ -211,13 +212,6 @@ def chunks(arena: Arena, count: int) -> list[tuple[ChunkKey, Buffer]]:
 def release(items) -> None:
     for _, buffer in items:
         buffer.release()
-
-
-def allocator(arena: Arena) -> Allocate:
-    async def allocate(nbytes: int) -> Buffer:
-        return await arena.lease(nbytes, timeout_s=1)
-
-    return allocate
 
 
 def taken(result: object) -> object:

@@ -1,3 +1,5 @@
+from lmcache_async.testing.records import allocator
+
 """The handle of a tier: deadlines, errors, abandoned calls, and third-party layers."""
 
 import asyncio
@@ -21,17 +23,13 @@ from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from lmcache_async.tiers.results import memory_was_short, release_results
 from lmcache_async.types import ChunkKey
-from tests.tiers.layered import LayeredTier, allocator, context, fill, in_virtual_time, key
+from tests.tiers.layered import LayeredTier, context, fill, in_virtual_time, key
 
 KEY = ChunkKey(b"k" * 16)
 
 
 def guard(inner, timeout_s=5.0):
     return LayeredTier(inner, timeout_s=timeout_s)
-
-
-async def allocate_from(arena, nbytes):
-    return await arena.lease(nbytes, timeout_s=1)
 
 
 async def test_a_late_call_is_an_error_at_the_deadline_and_gives_its_buffer_back_when_it_ends(arena):
@@ -87,7 +85,7 @@ async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
                 return await inner.get(key, allocate)
 
     tier = guard(Late())
-    task = asyncio.ensure_future(tier.get(KEY, lambda nbytes: allocate_from(arena, nbytes)))
+    task = asyncio.ensure_future(tier.get(KEY, allocator(arena)))
     await entered.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -101,7 +99,7 @@ async def test_a_get_cancelled_at_any_step_gives_its_buffer_back(arena):
     given = []  # references, so that no buffer is released by being collected
 
     async def allocate(nbytes):
-        given.append(await allocate_from(arena, nbytes))
+        given.append(await allocator(arena)(nbytes))
         return given[-1]
 
     cancelled = 0
@@ -226,7 +224,7 @@ async def test_a_layers_answer_after_the_deadline_is_released(arena):
     deadline = DeadlineLayer(DeadlineConfig(), context(timeout_s=0.01))
     tier = LayeredTier(inner, deadline, _Broken(answers_late), timeout_s=0.01)
     with pytest.raises(TierUnavailableError):
-        await tier.get(KEY, lambda nbytes: allocate_from(arena, nbytes))
+        await tier.get(KEY, allocator(arena))
     while tier.late_calls:
         await asyncio.sleep(0)
 

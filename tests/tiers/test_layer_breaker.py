@@ -17,6 +17,7 @@ from lmcache_async.errors import (
     TierSuspendedError,
     TierUnavailableError,
 )
+from lmcache_async.testing.records import allocator
 from lmcache_async.tiers.middleware.base import Call, Verb
 from lmcache_async.tiers.middleware.breaker import BreakerConfig, BreakerLayer, CircuitState
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
@@ -25,7 +26,6 @@ from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
-    allocator,
     chunk,
     chunks,
     content,

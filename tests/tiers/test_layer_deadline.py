@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.testing.records import allocator
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
-    allocator,
     call,
     chunk,
     content,

@@ -9,13 +9,13 @@ import pytest
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.fakes import DictTier
+from lmcache_async.testing.records import allocator
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.faults import FaultsConfig, FaultsLayer
 from tests.tiers.layered import (
     LayeredTier,
     ToldTier,
-    allocator,
     call,
     chunk,
     content,

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
-from lmcache_async.testing.records import SLAB_BYTES
+from lmcache_async.testing.records import SLAB_BYTES, allocator
 from lmcache_async.tiers.middleware.base import Shared
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer, split
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
-    allocator,
     chunk,
     chunks,
     content,

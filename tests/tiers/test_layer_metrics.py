@@ -9,13 +9,13 @@ import pytest
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.metrics.metrics import CallMetrics
 from lmcache_async.metrics.series import CALL_BUCKETS_S
+from lmcache_async.testing.records import allocator
 from lmcache_async.tiers.middleware.base import LayerConfig
 from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
-    allocator,
     chunks,
     content,
     context,

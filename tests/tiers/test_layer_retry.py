@@ -18,14 +18,13 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.records import small_arena
+from lmcache_async.testing.records import allocator, small_arena
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer, RetryStatistics
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
     VirtualLoop,
-    allocator,
     call,
     chunks,
     content,

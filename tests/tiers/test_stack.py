@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import Counter
 
@@ -16,7 +17,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
-from lmcache_async.testing.records import key_of, small_arena
+from lmcache_async.testing.records import allocator, key_of, small_arena
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
@@ -90,11 +91,7 @@ class Opened:
         await self.stack.aclose(timeout_s=5)
 
 
-def allocate_from(arena):
-    async def allocate(nbytes):
-        return await arena.lease(nbytes, timeout_s=0.01)
-
-    return allocate
+allocate_from = functools.partial(allocator, timeout_s=0.01)
 
 
 def filled(arena, numbers):

@@ -14,7 +14,7 @@ import pytest_asyncio
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.records import check_record, key_of, record, small_arena
+from lmcache_async.testing.records import allocator, check_record, key_of, record, small_arena
 from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
 from lmcache_async.types import ChunkKey
@@ -43,6 +43,7 @@ class TierRig:
     ) -> None:
         self.tier = tier
         self.arena = arena
+        self.allocate = allocator(arena)
         self.length = length
         self._readonly = readonly
 
@@ -54,9 +55,6 @@ class TierRig:
     def leases_content(self) -> bool:
         """Whether `get` returns leases of the stored content and does not call `allocate`."""
         return self.tier.capabilities.in_arena or self.tier.capabilities.own_memory
-
-    async def allocate(self, nbytes: int) -> Buffer:
-        return await self.arena.lease(nbytes, timeout_s=5)
 
     @contextlib.contextmanager
     def items(self, numbers: Iterable[int]) -> Iterator[list[tuple[ChunkKey, Buffer]]]:
@@ -214,11 +212,7 @@ class Cases:
     @pytest.fixture
     def allocate(self, arena: Arena) -> Allocate:
         """Lease buffers of `arena`."""
-
-        async def allocate(nbytes: int) -> Buffer:
-            return await arena.lease(nbytes, timeout_s=5)
-
-        return allocate
+        return allocator(arena)
 
     @pytest_asyncio.fixture
     async def opened(self, tier: Tier, arena: Arena) -> AsyncIterator[Tier]:
