@@ -46,7 +46,7 @@ def move_all(
 
 
 class RawFiles(contextlib.ExitStack):
-    """Files of one size in a directory, as a context."""
+    """Files of one size, a multiple of the page size, in a directory, and a buffer for each thread; as a context."""
 
     def __init__(self, path: Path, nbytes: int, count: int, threads: int) -> None:
         super().__init__()
@@ -95,7 +95,10 @@ class RawFiles(contextlib.ExitStack):
 
 
 class RespSockets:
-    """RESP over a blocking socket in a thread per connection: the minimum of work to move records."""
+    """RESP over a blocking socket in a thread per connection: the minimum of work to move records.
+
+    The server must not require a password.
+    """
 
     def __init__(self, url: str, connections: int, names: list[str], records: list[memoryview]) -> None:
         self._url = url

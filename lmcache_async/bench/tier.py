@@ -114,8 +114,9 @@ class Records(contextlib.ExitStack):
             buffer.array[FORMAT.header_bytes :] = number % 251
             self.buffers.append(self.enter_context(buffer))
         run = os.urandom(8).hex()
+        # Names for the clients of raw limits.
         self.names = [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
-        self.keys: list[ChunkKey] = []
+        self.keys: list[ChunkKey] = []  # new ones for each put through the tier
         self.seal()
 
     @property
