@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -125,7 +126,7 @@ def _sample(info: FieldInfo) -> Any:
     if info.examples:
         return info.examples[0]
     kind: Any = get_origin(info.annotation) or info.annotation
-    return {int: 1, float: 1.0, str: "", tuple: (None,), list: [None], dict: {}}.get(kind)
+    return {int: 1, float: 1.0, str: "", Path: Path(), tuple: (None,), list: [None], dict: {}}.get(kind)
 
 
 def _list(entries: list[Entry]) -> Iterator[str]:
