@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from tools import native
 from tools.browser import PROGRAMS, find, main
 
 
@@ -16,14 +17,6 @@ def test_nothing_is_done_if_the_system_has_one(tmp_path, program, name):
     assert main([str(tmp_path / "browser")]) == 0
     assert not (tmp_path / "browser").exists()
     assert find(tmp_path / "browser") == path
-
-
-def test_without_apt_the_error_says_what_to_install(tmp_path, program, capsys):
-    assert main([str(tmp_path / "browser")]) == 1
-    printed = capsys.readouterr().err
-    assert "apt install chromium" in printed
-    assert "dnf install" in printed
-    assert find(tmp_path / "browser") is None
 
 
 def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, program, capsys):
@@ -57,6 +50,25 @@ def test_with_apt_the_packages_are_unpacked_with_a_start_script(tmp_path, progra
     assert said.stdout.startswith(f"{target}/usr/lib/x86_64-linux-gnu:")
     assert said.stdout.endswith(f"{target}/fonts.conf --one two three\n")
     assert "chromium-headless-shell is in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "missing"),
+    [(main, "apt install chromium"), (native.main, "apt install libibverbs1")],
+    ids=["browser", "native"],
+)
+def test_without_apt_the_error_says_what_to_install(tmp_path, program, monkeypatch, capsys, run, missing):
+    monkeypatch.setattr(native, "LIBRARIES", (native.Library(("libours.so.1",), ("ours",)),))
+
+    assert run([str(tmp_path / "target")]) == 1
+    printed = capsys.readouterr().err
+    assert missing in printed
+    assert "dnf install" in printed
+    assert not (tmp_path / "target" / "chromium").exists()
+
+    monkeypatch.setattr(native, "LIBRARIES", (native.Library(("libc.so.6",), ("libc6",)),))
+    assert native.main([str(tmp_path / "native")]) == 0  # nothing to do
+    assert not (tmp_path / "native").exists()
 
 
 def test_an_error_of_apt_is_printed(tmp_path, program, capsys):

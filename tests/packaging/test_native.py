@@ -8,24 +8,6 @@ from tools.native import Library, main
 MISSING = Library(("libfirst-of-ours.so.1", "libours.so.1"), ("first", "ours"))
 
 
-def test_nothing_is_done_where_the_system_has_all(tmp_path, program, monkeypatch):
-    monkeypatch.setattr(native, "LIBRARIES", (Library(("libc.so.6",), ("libc6",)),))
-
-    assert main([str(tmp_path / "native")]) == 0
-    assert not (tmp_path / "native").exists()
-
-
-def test_without_apt_it_says_what_to_install(tmp_path, program, monkeypatch, capsys):
-    monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
-
-    assert main([str(tmp_path / "native")]) == 1
-    told = capsys.readouterr().err
-    assert "libours.so.1 cannot be downloaded" in told
-    assert "apt install libibverbs1" in told
-    assert "dnf install" in told
-    assert not (tmp_path / "native").exists()
-
-
 def test_with_apt_its_packages_are_unpacked_under_their_sonames(tmp_path, program, monkeypatch, capsys):
     monkeypatch.setattr(native, "LIBRARIES", (MISSING,))
     program("apt-config", """echo 'Acquire::Retries "1";'; echo 'X::Post-Invoke:: "rm -rf /";'""")

@@ -60,42 +60,6 @@ async def test_a_cancelled_waiter_takes_no_part_also_if_one_was_granted(lane, gr
     assert (lane.statistics().free, lane.statistics().waiting) == (1, 0)
 
 
-async def test_a_part_is_free_when_the_future_of_its_event_ends():
-    lane, gate = Lane("lane", ["a", "b"]), threading.Event()
-    early = lane.watch(await lane.acquire(), FakeEvent(GATE))
-    late = lane.watch(await lane.acquire(), FakeEvent(gate))
-
-    await early
-    assert lane.statistics().free == 1
-    assert not late.done()
-    gate.set()
-    await late
-
-    assert lane.statistics().free == 2
-    lane.close()
-
-
-async def test_a_failed_event_is_raised_to_its_awaiter_alone(lane):
-    bad = lane.watch(await lane.acquire(), FakeEvent(GATE, RuntimeError("device lost")))
-    good = lane.watch(await lane.acquire(), FakeEvent(GATE))
-
-    with pytest.raises(RuntimeError, match="device lost"):
-        await bad
-    await good
-    assert lane.statistics().free == 1
-
-
-async def test_the_part_of_a_cancelled_future_becomes_free_after_its_event(lane):
-    gate = threading.Event()
-    future = lane.watch(await lane.acquire(), FakeEvent(gate))
-
-    future.cancel()
-    await turns(3)
-    assert lane.statistics().free == 0
-    gate.set()
-    assert await lane.acquire() == "a"
-
-
 async def test_close_waits_for_every_event_and_then_refuses():
     lane = Lane("lane", ["a", "b", "c"])
     events = [FakeEvent(GATE) for _ in range(3)]

@@ -51,14 +51,6 @@ async def test_a_partial_last_chunk_is_stored_and_found():
         await check_retrieve(rig, engine, TOKENS, expected=[True] * 32 + [False] * 8)
 
 
-async def test_partial_chunks_can_be_switched_off():
-    rig = Rig()
-    async with rig.open(**{"store.partial_chunks": False}) as engine:
-        await store(rig, engine, TOKENS[:37])
-
-        assert await engine.lookup(TOKENS[:37]) == 32
-
-
 async def test_a_second_store_moves_only_new_chunks():
     rig = Rig()
     async with rig.open() as engine:

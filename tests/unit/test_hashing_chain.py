@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import (
-    ALGORITHMS,
     ChunkHasher,
     Extra,
     partial_candidates,
@@ -82,16 +81,6 @@ def test_chunks_cover_the_tokens_in_order(ids, spans):
     assert one.num_tokens == len(ids)
     assert one.parent == (chunks[-1].key if chunks else ROOT)
     assert [chunk.key for chunk in chunks] == hasher(extras=spans).extend_keys(ids)
-
-
-@given(tokens, extras, st.sampled_from(ALGORITHMS))
-def test_no_two_chunks_of_a_request_share_a_key(ids, spans, algorithm):
-    one = hasher(extras=spans, algorithm=algorithm)
-
-    keys = one.extend_keys(ids) + [chunk.key for chunk in one.partials(1)]
-
-    assert len(set(keys)) == len(keys)
-    assert {len(key) for key in keys} <= {16}
 
 
 @given(tokens, extras, extras)

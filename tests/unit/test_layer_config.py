@@ -135,23 +135,6 @@ async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [
-        (
-            [3],
-            "tiers[0].layers[0] is 3: expected a layer's name, or a mapping with `name` and the layer's options",
-        ),
-        ([{"attempts": 3}], "tiers[0].layers[0].name is missing"),
-    ],
-)
-def test_an_invalid_list_is_reported(layers, text):
-    with pytest.raises(ConfigError) as caught:
-        load_config(env={}, extra={"tiers": [{"name": "dict", "layers": layers}]})
-
-    assert str(caught.value) == f"{EXTRA}: {text}"
-
-
 def test_layers_come_from_a_file_too(tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text(

@@ -88,15 +88,6 @@ def test_later_lines_wait_for_the_interval_and_the_next_one_counts_them():
     assert log.lines.texts[1:] == ["at 30 (3 more like this since the last line)", "at 60"]
 
 
-def test_a_percent_sign_without_arguments_is_text():
-    log = Limited(interval_s=1)
-    for now in (0, 0, 1):
-        log.now = now
-        log.report("a", "100% full")
-
-    assert log.lines.texts == ["100% full", "100% full (1 more like this since the last line)"]
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_causes_that_carry_data_do_not_grow_the_table_for_ever(times):
     log = Limited()

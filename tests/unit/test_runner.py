@@ -181,10 +181,13 @@ def test_at_the_deadline_what_is_done_stays_and_the_rest_is_given_up():
     watch = Watch(gates={2: asyncio.Event()})
     runner, budget = runner_of(watch, Starts())
     loop = new_loop(Random(1), Trace())  # its time passes only when nothing else is left to do
+    start = loop.time()
 
     results = loop.run_until_complete(runner.run(request_of(6), timeout_s=60))
+    seconds = loop.time() - start
     loop.close()
 
+    assert seconds == pytest.approx(60, abs=1)
     assert results == [[0, 1], ["deadline"], [4, 5]]
     assert watch.inside == 0
     assert budget.statistics().used_bytes == 0

@@ -83,18 +83,6 @@ async def test_chunks_for_a_stuck_tier_are_dropped_at_the_deadline_and_counted()
         nothing_is_held(engine)
 
 
-async def test_several_prompts_at_the_same_time_are_all_stored():
-    rig, made = rig_of(6), Made()
-    prompts = [[1000 * number + token for token in TOKENS] for number in range(4)]
-    async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
-        reports = await asyncio.gather(*(engine.store(tokens, SLOTS) for tokens in prompts))
-
-        assert [(report.stored, report.dropped) for report in reports] == [(CHUNKS, {})] * 4
-        assert len(made.records) == 4 * CHUNKS
-        assert await engine.flush(timeout_s=60)
-        nothing_is_held(engine)
-
-
 async def test_chunks_that_a_slower_tier_has_are_not_written_again_for_memory_that_cannot_hold_them():
     rig, made = rig_of(4), Made()
     async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
