@@ -105,14 +105,3 @@ async def test_a_plain_record_is_not_let_out(arena, outside, records):
     assert records == {}
     release(plain)
     await stack.aclose(timeout_s=60)
-
-
-async def test_without_encryption_all_tiers_share_the_record(arena, outside, records):
-    stack = TierStack([outside], write_timeout_s=0)
-    await stack.open(arena)
-    plain = filled(arena, PLAIN, 1)
-
-    assert await given(arena, stack, KEYS[:1], plain, None) == {0: ""}
-    assert records == {KEYS[0]: PLAIN}
-    release(plain)
-    await stack.aclose(timeout_s=60)

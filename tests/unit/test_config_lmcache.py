@@ -146,6 +146,7 @@ def test_extra_config_accepts_keys_of_lmcache_with_its_prefix(load):
     )
 
     assert (config.chunk_size, config.store.partial_chunks) == (2, False)
+    assert load(extra={"chunk_size": 1, "lmcache.chunk_size": 2})[0].chunk_size == 1  # ours takes precedence
     assert warnings == [
         (
             "these settings of LMCache have no effect:\n  kv_connector_extra_config: mp.host:"
@@ -154,21 +155,12 @@ def test_extra_config_accepts_keys_of_lmcache_with_its_prefix(load):
     ]
 
 
-def test_our_key_overrides_the_one_of_lmcache_in_the_same_mapping(load):
-    assert load(extra={"chunk_size": 1, "lmcache.chunk_size": 2})[0].chunk_size == 1
-
-
-def test_a_file_of_lmcache_is_recognised_under_any_name(tmp_path):
+def test_a_file_of_lmcache_is_recognised_under_any_name_also_with_a_typo(tmp_path):
     file = tmp_path / "any.yaml"
     file.write_text("local_cpu: true\nmax_local_cpu_size: 2\n")
-
     assert load_config(file, env={}).arena.max_bytes == 2 * GIB
 
-
-def test_a_file_of_lmcache_with_a_typo_is_recognised(tmp_path):
-    file = tmp_path / "any.yaml"
     file.write_text("local_cpu: true\nmax_local_cpu_sise: 2\n")
-
     with pytest.raises(ConfigError) as caught:
         load_config(file, env={})
 

@@ -134,11 +134,3 @@ async def test_a_load_of_only_a_prefix_reports_no_plane(monkeypatch):
         assert (report.hit_chunks, loads.scatters) == (3, [(3, None)])
         assert loads.progress.begin()
         assert (loads.rig.read(SLOTS[24:]) == -7).all()
-
-
-async def test_a_load_without_waiters_is_unchanged(monkeypatch):
-    async with Loads(monkeypatch) as loads:
-        report = await loads.load(waits=False)
-
-        assert (report.hit_chunks, loads.scatters) == (5, [(5, None)])
-        assert torch.equal(loads.rig.read(SLOTS), loads.rig.content(TOKENS))

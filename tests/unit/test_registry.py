@@ -52,12 +52,16 @@ def refusal(registry: Registry, name: str, error: type[Exception], group: str = 
 
 def test_available_is_read_from_metadata_without_an_import(site):
     site.distribution("some-tiers", ["a = some_tiers_a:Tier", "b = some_tiers_b:Tier"])
-    site.module("some_tiers_a", "raise RuntimeError('imported')\n")
+    site.module("some_tiers_a", "raise RuntimeError('imported')\n").module("some_tiers_b")
 
-    assert site.registry().available(TIERS) == {
+    registry = site.registry()
+
+    assert registry.available(TIERS) == {
         "a": Plugin("a", "some-tiers", "1.0", "some_tiers_a:Tier"),
         "b": Plugin("b", "some-tiers", "1.0", "some_tiers_b:Tier"),
     }
+    assert "some_tiers_b" not in sys.modules
+    assert registry.load(TIERS, "b") is sys.modules["some_tiers_b"].Tier
 
 
 @pytest.mark.parametrize(("group", "kind"), [(STAGES, "stage"), (LAYERS, "layer")])
@@ -69,15 +73,6 @@ def test_the_groups_are_apart(site, group, kind):
     assert (list(registry.available(TIERS)), list(registry.available(group))) == ([], ["x"])
     assert registry.load(group, "x") == 7
     assert refusal(registry, "y", UnknownPluginError, group) == f"there is no {kind} y; there are: x"
-
-
-def test_a_plug_in_is_imported_when_it_is_loaded(site):
-    site.distribution("some-tiers", ["a = some_tiers:Tier"]).module("some_tiers")
-
-    registry = site.registry()
-
-    assert "some_tiers" not in sys.modules
-    assert registry.load(TIERS, "a") is sys.modules["some_tiers"].Tier
 
 
 def test_an_unknown_name_lists_the_names_and_the_nearest(site):
@@ -120,25 +115,16 @@ def test_two_third_parties_of_one_name_are_refused_when_it_is_used(site):
     }  # fmt: skip
 
 
-def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path):
+@pytest.mark.parametrize("plugins", [["a = some_tiers:Tier"], []])
+def test_a_distribution_hides_a_later_one_of_the_same_name(site, tmp_path, plugins):
     later = tmp_path / "later"
     later.mkdir()
-    site.distribution("some-tiers", ["a = some_tiers:Tier"]).module("some_tiers")
+    site.distribution("some-tiers", plugins)
     Site(later).distribution("Some.Tiers", ["a = elsewhere:Tier"], version="0.9")
 
-    registry = Registry([str(tmp_path), str(later)])
+    found = Registry([str(tmp_path), str(later)]).available(TIERS)
 
-    assert registry.available(TIERS)["a"].version == "1.0"
-    assert registry.load(TIERS, "a")
-
-
-def test_a_distribution_without_plug_ins_hides_a_later_one_of_the_same_name(site, tmp_path):
-    later = tmp_path / "later"
-    later.mkdir()
-    site.distribution("some-tiers", [])
-    Site(later).distribution("Some.Tiers", ["a = elsewhere:Tier"], version="0.9")
-
-    assert Registry([str(tmp_path), str(later)]).available(TIERS) == {}
+    assert [plugin.version for plugin in found.values()] == ["1.0"] * len(plugins)
 
 
 def test_third_parties_can_be_switched_off(site):

@@ -51,16 +51,6 @@ async def test_two_replicas_of_one_config_store_and_find_it_after_a_restart(tmp_
     assert found == [[24, 0], [0, 24]]
 
 
-async def test_the_first_replica_finds_what_an_engine_without_replicas_stored(tmp_path: Path) -> None:
-    rig = Rig()
-    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
-        await engine.store(TOKENS, TOKENS)
-        assert await engine.flush(timeout_s=DEADLINE_S)
-
-    async with opened(rig, 0, tmp_path) as first, opened(rig, 1, tmp_path):
-        assert await hits(first, TOKENS) == 24
-
-
 @pytest.mark.parametrize(
     ("replica", "world_size", "options", "subdirectory"),
     [

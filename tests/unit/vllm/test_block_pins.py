@@ -22,28 +22,6 @@ def pins(pool: BlockPool) -> BlockPins:
     return made
 
 
-def test_a_held_block_outlives_its_request(pool: BlockPool, pins: BlockPins):
-    blocks = pool.get_new_blocks(3)
-    pins.pin(1, blocks)
-    pool.free_blocks(blocks)
-
-    assert pool.get_num_free_blocks() == 16
-    pins.unpin(1)
-    assert pool.get_num_free_blocks() == 19
-
-
-def test_room_is_the_remaining_capacity(pool: BlockPool, pins: BlockPins):
-    blocks = pool.get_new_blocks(4)
-    pins.pin(1, blocks)
-    pins.pin(2, blocks[:2])
-
-    assert (pins.room, pins.pinned_blocks) == (4, 6)
-    pins.unpin(1)
-    assert (pins.room, pins.pinned_blocks) == (8, 2)
-    pins.unpin(2)
-    assert not pins
-
-
 def test_only_unshared_blocks_would_become_free(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(2)
     pins.pin(1, blocks)
@@ -62,17 +40,6 @@ def test_the_end_of_a_prefix_is_given_back_to_be_evicted_first(pool: BlockPool, 
     pins.unpin(1)
 
     assert [block.block_id for block in pool.get_new_blocks(3)] == ids[2::-1]
-
-
-def test_references_are_those_that_the_pool_counts(pool: BlockPool, pins: BlockPins):
-    ours, theirs = pool.get_new_blocks(3), pool.get_new_blocks(3)
-    pins.pin(1, ours)
-    pool.touch(theirs)
-
-    assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]
-    pins.unpin(1)
-    pool.free_blocks(theirs)
-    assert [block.ref_cnt for block in ours] == [block.ref_cnt for block in theirs]
 
 
 def queue_of(pins: BlockPins, *groups: KVGroup) -> StoreQueue:

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,11 +223,6 @@ def test_vllm_knows_the_name_from_its_plugins_and_registering_again_is_harmless(
     register()
 
     assert KVConnectorFactory.get_connector_class_by_name(NAME) is LMCacheAsyncConnector
-
-
-def test_the_entry_point_of_the_distribution_is_the_register_function():
-    from importlib.metadata import entry_points
-
     (entry,) = entry_points(group="vllm.general_plugins", name="lmcache_async")
     assert entry.load() is register
 
