@@ -170,8 +170,8 @@ class TierWriter:
         for key, buffer in items:
             future: asyncio.Future[TierError | None] = loop.create_future()
             futures.append(future)
-            if refusal is None:
-                refusal = await self._room(key if reserved else None, buffer.nbytes, deadline - loop.time())
+            if refusal is None and not self._take_room(key if reserved else None, buffer.nbytes):
+                refusal = await self._wait_for_room(buffer.nbytes, deadline - loop.time())
             if refusal is not None:
                 self._refused += 1
                 future.set_result(refusal)
@@ -209,15 +209,19 @@ class TierWriter:
             refused=self._refused,
         )
 
-    async def _room(self, key: ChunkKey | None, nbytes: int, timeout_s: float) -> TierError | None:
-        """Take room for a chunk, with `key` also what is reserved for it. Return the error if there is none."""
-        if refusal := self._refusal():
-            return refusal
+    def _take_room(self, key: ChunkKey | None, nbytes: int) -> bool:
+        """Take room for a chunk, with `key` also what is reserved for it. Return False if none is free now."""
+        if self._closed:
+            return False
         if key is not None and nbytes <= self._chunk_bytes and self._take_reserved(key):
             self._budget.release(self._chunk_bytes - nbytes)
-            return None
-        if self._budget.reserve_nowait(nbytes):
-            return None
+            return True
+        return self._budget.reserve_nowait(nbytes)
+
+    async def _wait_for_room(self, nbytes: int, timeout_s: float) -> TierError | None:
+        """Take room for a chunk when it becomes free. Return the error if there is none in time."""
+        if refusal := self._refusal():
+            return refusal
         try:
             await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
         except BudgetExceededError as error:
