@@ -40,7 +40,7 @@ def told() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     "expected",
     [
-        {key: f"`{ours.key}`" for key, ours in SUPPORTED.items()},
+        {key: f"`{ours}`" for key, (ours, _) in SUPPORTED.items()},
         {key: f"`{tier}`" for key, tier in REMOTE_TIERS.items()},
         {key: f"`{today}`" for key, today in ALIASES.items()},
         WHY_NOT,

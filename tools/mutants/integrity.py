@@ -125,8 +125,8 @@ RECORDS = (
     Mutation(
         "the request's namespace is not in its keys",
         "lmcache_async/engine/engine.py",
-        "return namespace.root(own.root(), own.algorithm, own.hash_key)",
-        "return own.root()",
+        "return namespace.root(self._engine_root, own.algorithm, own.hash_key)",
+        "return self._engine_root",
         ("tests/security/test_namespaces.py::test_requests_of_two_namespaces_share_nothing",),
     ),
     Mutation(
