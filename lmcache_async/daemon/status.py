@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import os
-import socket
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, package_version
+from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, page_head
 from lmcache_async.metrics.samples import Samples, exposition
 
 if TYPE_CHECKING:
@@ -67,16 +65,7 @@ class DaemonSource:
     def status(self) -> dict[str, Any]:
         pool = self._pool.statistics()
         return {
-            "kind": "daemon",
-            "title": "host pool",
-            "facts": [
-                ["socket", str(self._path)],
-                ["host", socket.gethostname()],
-                ["process", str(os.getpid())],
-                ["lmcache-async", package_version()],
-            ],
-            "time": round(time.time(), 3),
-            "uptime_s": round(time.time() - self._opened, 3),
+            **page_head("daemon", "host pool", [("socket", str(self._path))], self._opened),
             "pool": {
                 "bytes": sum(tenant.bytes for tenant in pool.tenants.values()),
                 "max_bytes": pool.max_bytes,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from lmcache_async.config import EngineConfig, HTTPConfig
 from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.hashing import Namespace
-from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, package_version, rates, shares
+from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, page_head, rates, shares
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.samples import exposition
@@ -93,18 +91,10 @@ class EngineSource:
 
     def status(self) -> dict[str, Any]:
         statistics, namespace, metrics = self._statistics(), self._namespace, self._metrics
+        rank = f"{namespace.rank} of {namespace.world_size}"
+        facts = [("rank", rank), ("chunk", f"{self._chunk_size} tokens")]
         return {
-            "kind": "engine",
-            "title": namespace.model,
-            "facts": [
-                ["rank", f"{namespace.rank} of {namespace.world_size}"],
-                ["chunk", f"{self._chunk_size} tokens"],
-                ["host", socket.gethostname()],
-                ["process", str(os.getpid())],
-                ["lmcache-async", package_version()],
-            ],
-            "time": round(time.time(), 3),
-            "uptime_s": round(time.time() - self._opened, 3),
+            **page_head("engine", namespace.model, facts, self._opened),
             "totals": {
                 "prompt_tokens": metrics.prompt_tokens,
                 "local_tokens": metrics.local_tokens,

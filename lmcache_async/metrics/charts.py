@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,12 +58,23 @@ class Source(Protocol):
         """Return the metrics in Prometheus' text format."""
 
 
-def package_version() -> str:
-    """Return the version of lmcache-async; "unknown" in a checkout that is not installed."""
+def page_head(
+    kind: Literal["engine", "daemon"], title: str, facts: Sequence[tuple[str, str]], opened: float
+) -> dict[str, Any]:
+    """Return the first part of a status: what is shown, the process, and the time since `opened`."""
     try:
-        return version("lmcache-async")
-    except PackageNotFoundError:
-        return "unknown"
+        own_version = version("lmcache-async")
+    except PackageNotFoundError:  # a checkout that is not installed
+        own_version = "unknown"
+    process = (("host", socket.gethostname()), ("process", str(os.getpid())), ("lmcache-async", own_version))
+    now = time.time()
+    return {
+        "kind": kind,
+        "title": title,
+        "facts": [list(fact) for fact in (*facts, *process)],
+        "time": round(now, 3),
+        "uptime_s": round(now - opened, 3),
+    }
 
 
 def rates(samples: Sequence[Sample], name: str) -> list[float]:

@@ -18,7 +18,6 @@ import hmac
 import logging
 import os
 import secrets
-import socket
 import stat
 import struct
 import tempfile
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgpack  # type: ignore[import-untyped]
 
 from lmcache_async.config.values import Endpoint
+from lmcache_async.daemon.address import peer_of
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
 from lmcache_async.integration.vllm.load_policy import pack_costs
@@ -50,7 +50,6 @@ MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
 _COUNT = struct.Struct("<H")
-_PEER = struct.Struct("iII")  # struct ucred: process, user, group
 MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
 Message: TypeAlias = dict[str, Any]
@@ -147,10 +146,10 @@ async def receive(reader: asyncio.StreamReader) -> Message:
 def check_peer(writer: asyncio.StreamWriter) -> int:
     """Return the process id of the peer. Raises a PermissionError if it belongs to another user."""
     connection = writer.get_extra_info("socket")
-    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    process, user = peer_of(connection)
     if user != os.geteuid():
         raise PermissionError(f"the peer's process {process} belongs to user {user}, expected {os.geteuid()}")
-    return int(process)
+    return process
 
 
 async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
