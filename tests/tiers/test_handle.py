@@ -1,5 +1,3 @@
-from lmcache_async.testing.records import allocator
-
 """The handle of a tier: deadlines, errors, abandoned calls, and third-party layers."""
 
 import asyncio
@@ -12,6 +10,7 @@ from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailable
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier, FaultyTier, GatedTier
+from lmcache_async.testing.records import allocator
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.layers.around import AroundLayer
