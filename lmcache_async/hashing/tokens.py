@@ -58,14 +58,10 @@ def _from_numpy(values: npt.NDArray[Any]) -> Tokens:
         raise TypeError(f"tokens are an array of {values.dtype}{where}; expected integers")
     if values.ndim != 1:
         raise ValueError(f"tokens have the shape {values.shape}; expected one dimension")
-    if values.size and (values.min() < 0 or _exceeds(values)):
+    if values.size and (values.min() < 0 or (values.dtype != np.int32 and values.max() > MAX_TOKEN)):
         position = int(np.flatnonzero((values < 0) | (values > MAX_TOKEN))[0])
         _refuse_value(position, values[position])
     return np.ascontiguousarray(values, dtype=np.int32)
-
-
-def _exceeds(values: npt.NDArray[Any]) -> bool:
-    return values.dtype != np.int32 and bool(values.max() > MAX_TOKEN)
 
 
 def _from_buffer(view: memoryview) -> Tokens:
