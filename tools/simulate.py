@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lmcache_async.registry import Registry
 from tests.simulation.base import SimulationReport
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Hang
@@ -44,7 +43,6 @@ def simulate_command(
     After a violation, print the command that repeats it and exit with 1.
     """
     console, errors = Console(highlight=False), Console(stderr=True)
-    installed = Registry()
     reports: list[SimulationReport] = []
     columns = (TextColumn("seed {task.fields[seed]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar, watch(watchdog) as alive:
@@ -55,9 +53,7 @@ def simulate_command(
                 alive()
                 bar.update(task, completed=number * steps + min(made, steps), seed=seed + number)
 
-            report = _run(serving)(
-                seed + number, steps=steps, faults=faults, installed=installed, progress=advance
-            )
+            report = _run(serving)(seed + number, steps=steps, faults=faults, progress=advance)
             reports.append(report)
             console.print(_line(report), soft_wrap=True)
             if report.violation:
@@ -91,6 +87,10 @@ def _explain(console: Console, report: SimulationReport) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+AGAIN_S = 30.0
+"""Interval of further interrupts by the watchdog, in seconds."""
+
+
 @contextmanager
 def watch(seconds: float) -> Iterator[Callable[[], None]]:
     """Raise Hang in the block after `seconds` of real time without a call of the yielded function."""
@@ -99,7 +99,8 @@ def watch(seconds: float) -> Iterator[Callable[[], None]]:
         raise Hang(f"no progress in {seconds} real seconds: a call blocks the event loop or never ends")
 
     def alive() -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # Repeated, because an exception is ignored in some callbacks, such as those of garbage collection.
+        signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
 
     before = signal.signal(signal.SIGALRM, bark)
     try:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from lmcache_async.plugins.host import HostConfig, HostTier
 from lmcache_async.plugins.host.diagnosis import check_huge_pages
+from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.diagnosis import Check, Outcome
-from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import ThreadedDaemon, host_tier, socket_path
+from tests.support.processes import wait_until
 
 
 def diagnosed(**options: object) -> dict[str, Check]:
     return {check.name: check for check in HostTier(HostConfig(**options)).diagnose()}
+
+
+async def ask(path: Path) -> None:
+    async with host_tier(path) as tier:
+        assert not await tier.contains(key_of(1))
 
 
 def test_the_daemon_is_asked_at_its_socket():
@@ -21,8 +30,9 @@ def test_the_daemon_is_asked_at_its_socket():
         with ThreadedDaemon(path) as daemon:
             found = diagnosed(socket=path)["daemon"]
             distrusted = diagnosed(socket=path, daemon_uid=os.getuid() + 1)["daemon"]
-            for _ in range(20):  # iterations of its loop, in which it detects closed connections
-                daemon.call(lambda: None)
+            # The daemon has accepted and closed the connections of the checks before it is stopped.
+            asyncio.run(ask(path))
+            wait_until(lambda: daemon.call(lambda: not daemon.daemon._greetings))
         gone = diagnosed(socket=path)["daemon"]
 
     assert found.outcome is Outcome.OK
