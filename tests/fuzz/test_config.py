@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -60,50 +59,36 @@ def load(**sources: object) -> EngineConfig | str:
         return str(error)
 
 
-def test_any_file_gives_a_config_or_a_config_error(tmp_path):
+ANY = {
+    "file": documents() | st.text(max_size=200),
+    "bytes": st.binary(max_size=200),
+    "mapping": mappings,
+    "environment": st.dictionaries(st.sampled_from(VARIABLES), texts | values.map(str), max_size=5),
+}
+
+
+@pytest.mark.parametrize("source", ANY)
+def test_any_source_gives_a_config_or_a_config_error(tmp_path, source):
     file = tmp_path / "kv.yaml"
 
+    def sources(given):
+        if source == "mapping":
+            return {"extra": given}
+        if source == "environment":
+            none = str(tmp_path / "none")
+            return {
+                "env": {
+                    key: none if key.endswith("CONFIG_FILE") else value.replace("\0", "")
+                    for key, value in given.items()
+                }
+            }
+        file.write_bytes(given if source == "bytes" else given.encode("utf-8", "surrogatepass"))
+        return {"path": file}
+
     @effort
-    @given(documents() | st.text(max_size=200))
-    def check(text):
-        file.write_text(text, encoding="utf-8", errors="surrogatepass")
-
-        assert load(path=file)
-
-    keep_at_it(check)
-
-
-def test_any_bytes_give_a_config_or_a_config_error(tmp_path):
-    file = tmp_path / "kv.yaml"
-
-    @effort
-    @given(st.binary(max_size=200))
-    def check(data):
-        file.write_bytes(data)
-
-        assert load(path=file)
-
-    keep_at_it(check)
-
-
-def test_any_mapping():
-    @effort
-    @given(mappings)
-    def check(mapping: Mapping[str, object]):
-        assert load(extra=mapping)
-
-    keep_at_it(check)
-
-
-def test_any_environment_gives_a_config_or_a_config_error(tmp_path):
-    @effort
-    @given(st.dictionaries(st.sampled_from(VARIABLES), texts | values.map(str), max_size=5))
-    def check(env):
-        given_env = {
-            key: value.replace("\0", "") if not key.endswith("CONFIG_FILE") else str(tmp_path / "none")
-            for key, value in env.items()
-        }
-        assert load(env=given_env)
+    @given(ANY[source])
+    def check(given):
+        assert load(**sources(given))
 
     keep_at_it(check)
 

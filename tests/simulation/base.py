@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from lmcache_async.registry import TIERS, Registry
 from tests.simulation.faults import Faults
 from tests.simulation.loop import Hang, Trace, Violation, threads_as_steps
 
@@ -67,19 +66,6 @@ class SimulationReport:
         return dataclasses.asdict(self) | {"command": self.command}
 
 
-class SimulatedRegistry(Registry):
-    """A registry of the given tiers and the installed plug-ins; a given tier takes precedence."""
-
-    def __init__(self, installed: Registry, tiers: Mapping[str, object]) -> None:
-        self._installed = installed
-        self._tiers = tiers
-
-    def load(self, group: str, name: str, *, third_party: bool = True) -> object:
-        if group == TIERS and name in self._tiers:
-            return self._tiers[name]
-        return self._installed.load(group, name, third_party=third_party)
-
-
 class Simulation:
     """A simulated world that runs until its steps are done.
 
@@ -125,12 +111,11 @@ class Simulation:
 
 
 def run_simulation(
-    make: Callable[[int, int, Faults, Registry, Path], Simulation],
+    make: Callable[[int, int, Faults, Path], Simulation],
     seed: int,
     *,
     steps: int,
     faults: Faults = Faults.SOME,
-    installed: Registry | None = None,
     progress: Callable[[int], object] = lambda step: None,
 ) -> SimulationReport:
     """Run the simulation that `make` returns for an empty folder. Any exception is reported as a violation.
@@ -145,7 +130,7 @@ def run_simulation(
         threads_as_steps(),
         _no_surprises(),
     ):
-        world = make(seed, steps, faults, installed or Registry(), Path(folder))
+        world = make(seed, steps, faults, Path(folder))
         try:
             world.run(progress)
         except Violation as error:

@@ -13,7 +13,7 @@ import time
 import warnings
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -527,6 +527,17 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 def new_loop(rng: Random, trace: Trace, **options: Any) -> SimulatedLoop:
     """Return a loop. Its methods for sockets, signals and processes raise NotImplementedError."""
     return SimulatedLoop(rng, trace, **options)  # type: ignore[abstract]  # by the stubs, not by Python
+
+
+def run(coroutine_function: Callable[[], Coroutine[Any, Any, T]], *, thread_s: float = 0.0) -> T:
+    """Run the function on a loop with virtual time, and return its result."""
+    loop = new_loop(Random(1), Trace(), thread_delay=lambda: thread_s)
+    with threads_as_steps():
+        try:
+            result: T = loop.run_until_complete(coroutine_function())
+            return result
+        finally:
+            loop.close()
 
 
 _MOST_AWAITS = 100  # in `finally` blocks of one coroutine

@@ -1,7 +1,6 @@
 """Deadlines in virtual time: the duration of calls when every tier is as slow as possible."""
 
 import asyncio
-from random import Random
 
 import pytest
 
@@ -9,7 +8,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
-from tests.simulation.loop import Trace, new_loop, threads_as_steps
+from tests.simulation.loop import run
 
 
 class SlowTier(DictTier):
@@ -36,16 +35,6 @@ class SlowTier(DictTier):
 
 class StuckTier(SlowTier):
     SECONDS = 1000.0
-
-
-def run(coroutine_function, *, thread_s=0.0):
-    """Run the function on a loop with virtual time and return its result."""
-    loop = new_loop(Random(1), Trace(), thread_delay=lambda: thread_s)
-    with threads_as_steps():
-        try:
-            return loop.run_until_complete(coroutine_function())
-        finally:
-            loop.close()
 
 
 def open_engine(rig, tier, **settings):

@@ -39,11 +39,9 @@ REPLAYED = [(0, Faults.SOME), (2, Faults.SOME), (0, Faults.MANY), (3, Faults.MAN
 
 
 @pytest.fixture(scope="module")
-def simulated(installed):
+def simulated():
     """Simulate a seed with a level of faults, once for all tests of this module."""
-    return functools.cache(
-        lambda seed, faults: simulate(seed, steps=STEPS, faults=faults, installed=installed)
-    )
+    return functools.cache(lambda seed, faults: simulate(seed, steps=STEPS, faults=faults))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -105,10 +103,10 @@ def test_a_seed_is_replayed_to_the_letter_in_another_process(simulated):
     assert json.loads(ran.stdout) == [facts(simulated(seed, faults)) for seed, faults in REPLAYED]
 
 
-def test_a_violation_is_reported_with_seed_step_and_replay_command(installed, monkeypatch):
+def test_a_violation_is_reported_with_seed_step_and_replay_command(monkeypatch):
     monkeypatch.setattr("lmcache_async.pipeline.batch.Scope.close", lambda self: None)
 
-    first, again = (simulate(5, steps=200, faults=Faults.SOME, installed=installed) for _ in range(2))
+    first, again = (simulate(5, steps=200, faults=Faults.SOME) for _ in range(2))
 
     assert "nothing is under way, but slabs leased" in first.violation
     assert first.command == "python -m tools.simulate --seed 5 --steps 200 --faults some"

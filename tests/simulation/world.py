@@ -19,10 +19,10 @@ from lmcache_async.errors import EngineClosedError, TierError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.pipeline.batch import StoreRequest
-from lmcache_async.registry import TIERS, Registry
+from lmcache_async.registry import TIERS
 from lmcache_async.tiers.base import Tier
 from lmcache_async.types import StoreReport
-from tests.simulation.base import SimulatedRegistry, Simulation, run_simulation
+from tests.simulation.base import Simulation, run_simulation
 from tests.simulation.faults import STALL_SECONDS, Faults
 from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
 from tests.simulation.model import Model, Promise, Prompt, Region, make_regions
@@ -37,6 +37,7 @@ from tests.simulation.scenario import (
     draw_scenario,
 )
 from tests.simulation.tiers import Disk, tier_over
+from tests.support.tiers import installed
 
 SETTLE_S = 10.0
 POLL_S = 0.01
@@ -414,7 +415,7 @@ class World(Simulation):
         slack_s: Allowed delay after a deadline, in seconds, for delays of threads.
     """
 
-    def __init__(self, seed: int, steps: int, faults: Faults, installed: Registry, folder: Path) -> None:
+    def __init__(self, seed: int, steps: int, faults: Faults, folder: Path) -> None:
         super().__init__(steps)
         self.rng = Random(f"{seed} {faults}")
         self.scenario = draw_scenario(self.rng, faults, folder)
@@ -429,9 +430,9 @@ class World(Simulation):
         }
         self._disk: Disk | None = None
         if self.scenario.has_files:
-            self._disk = Disk(cast("type[Tier]", installed.load(TIERS, "disk")))
+            self._disk = Disk(cast("type[Tier]", installed().load(TIERS, "disk")))
             tiers[f"simulated_{FILES}"] = self._disk.tier_class
-        self._registry = SimulatedRegistry(installed, tiers)
+        self._registry = installed().offering(tiers=tiers)
 
     def begin_step(self, verb: str) -> None:
         self.step += 1

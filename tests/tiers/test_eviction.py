@@ -174,17 +174,6 @@ def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest, data):
     assert len(policy.evict(len(policy), anyone)) == len(held) - wanted
 
 
-def test_as_a_last_resort_a_prefix_keeps_its_beginning():
-    policy = LRUPolicy()
-    prompt = [key(number) for number in range(5)]
-    use(policy, prompt)
-
-    assert policy.evict(2, lambda chunk: chunk != prompt[4]) == []
-    assert policy.evict(5, lambda chunk: chunk != prompt[4], last_resort=True) == []
-    assert policy.evict(2, lambda chunk: chunk != prompt[4], last_resort=True) == [prompt[3], prompt[2]]
-    assert policy.evict(3, anyone) == [prompt[1], prompt[0], prompt[4]]  # the leased one counts as touched
-
-
 def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use():
     class CountedKey(bytes):
         hashes = 0

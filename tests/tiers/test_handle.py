@@ -43,33 +43,6 @@ async def test_a_late_call_is_an_error_at_the_deadline_and_gives_its_buffer_back
         await asyncio.sleep(0)
 
 
-async def test_a_late_call_that_cannot_be_stopped_keeps_its_lease_until_it_has_ended(arena):
-    ended = asyncio.Event()
-
-    class Stubborn(DictTier):
-        async def put(self, key, buffer):
-            while not ended.is_set():
-                try:
-                    await ended.wait()
-                except asyncio.CancelledError:
-                    continue  # like a thread in the middle of a write
-            self.records[key] = bytes(buffer.view)
-
-    inner = Stubborn()
-    tier = guard(inner, timeout_s=0.01)
-    buffer = arena.lease_nowait(10)
-    buffer.view[:] = b"0123456789"
-    with pytest.raises(TierUnavailableError):
-        await tier.put(KEY, buffer)
-    buffer.release()
-
-    assert arena.statistics().leased_slabs == 1
-    ended.set()
-    while tier.late_calls:
-        await asyncio.sleep(0)
-    assert inner.records[KEY] == b"0123456789"
-
-
 async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
     inner = DictTier()
     inner.records[KEY] = b"abc"

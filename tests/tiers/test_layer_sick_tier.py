@@ -5,7 +5,6 @@ Time is virtual, so the numbers are no measurements, but results of the layers.
 
 import asyncio
 import statistics
-from random import Random
 
 import pytest
 
@@ -13,7 +12,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.middleware.breaker import CircuitState
-from tests.simulation.loop import Trace, new_loop, threads_as_steps
+from tests.simulation.loop import run
 from tests.tiers.layered import HANG, ToldTier, now
 
 STORE_S = RETRIEVE_S = 8.0
@@ -61,15 +60,6 @@ class UnreadableTier(SteadyTier):
         if verb == "get_many":
             self.told.appendleft(HANG)
         await ToldTier._do(self, verb, keys)
-
-
-def run(coroutine_function):
-    loop = new_loop(Random(1), Trace(), thread_delay=lambda: 0.0)
-    with threads_as_steps():
-        try:
-            return loop.run_until_complete(coroutine_function())
-        finally:
-            loop.close()
 
 
 class Client:

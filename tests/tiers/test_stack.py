@@ -129,37 +129,30 @@ async def write(stack, arena, numbers):
 # Fetching.
 
 
-async def test_each_chunk_comes_from_its_planned_tier(arena):
-    async with Opened(arena, holding([0, 1, 2]), holding([2, 3])) as stack:
-        fetched = await stack.fetch([key_of(n) for n in range(4)], [0, 0, 1, 1], allocate_from(arena))
+@pytest.mark.parametrize(
+    ("held", "planned", "tiers"),
+    [
+        ([[0, 1, 2], [2, 3]], [0, 0, 1, 1], (0, 0, 1, 1)),
+        ([[0, 2], [], [1]], [0, 0, 0], (0, 2, 0)),
+        ([[0, 2, 3], [3]], [0, 0, 0, 1], (0,)),
+        ([[0], []], [1], ()),
+    ],
+    ids=["as planned", "removed after the plan", "gone from all tiers", "only in a faster tier"],
+)
+async def test_a_chunk_comes_from_its_planned_tier_or_a_slower_one_and_the_first_hole_ends_it(
+    arena, held, planned, tiers
+):
+    async with Opened(arena, *map(holding, held)) as stack:
+        fetched = await stack.fetch([key_of(n) for n in range(len(planned))], planned, allocate_from(arena))
 
-        assert (fetched.tiers, fetched.cause) == ((0, 0, 1, 1), "")
-        assert (stack.metrics.tier_counts()["t0.hits"], stack.metrics.tier_counts()["t1.hits"]) == (2, 2)
-        check_and_release(fetched, [0, 1, 2, 3])
-
-
-async def test_a_chunk_removed_after_the_plan_comes_from_a_slower_tier(arena):
-    async with Opened(arena, holding([0, 2]), holding([]), holding([1])) as stack:
-        fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
-
-        assert (fetched.tiers, fetched.cause) == ((0, 2, 0), "")
-        check_and_release(fetched, [0, 1, 2])
-
-
-async def test_a_chunk_that_no_tier_has_any_more_ends_the_prefix_and_the_rest_is_given_back(arena):
-    async with Opened(arena, holding([0, 2, 3]), holding([3])) as stack:
-        fetched = await stack.fetch([key_of(n) for n in range(4)], [0, 0, 0, 1], allocate_from(arena))
-
-        assert (fetched.tiers, fetched.cause) == ((0,), "vanished")
-        assert arena.statistics().leased_slabs == 1
-        check_and_release(fetched, [0])
-
-
-async def test_a_faster_tier_than_the_planned_one_is_not_asked_again(arena):
-    async with Opened(arena, holding([0]), holding([])) as stack:
-        fetched = await stack.fetch([key_of(0)], [1], allocate_from(arena))
-
-        assert fetched.buffers == ()
+        assert fetched.tiers == tiers
+        assert fetched.cause == ("" if len(tiers) == len(planned) else "vanished")
+        assert arena.statistics().leased_slabs == len(tiers)
+        counts = stack.metrics.tier_counts()
+        assert [counts[f"t{tier}.hits"] for tier in range(len(held))] == [
+            tiers.count(tier) for tier in range(len(held))
+        ]
+        check_and_release(fetched, range(len(tiers)))
 
 
 async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):

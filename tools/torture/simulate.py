@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lmcache_async.registry import Registry
 from tests.simulation.faults import Faults
 from tests.simulation.world import simulate
 from tools.torture.outcome import Outcome
@@ -14,11 +13,10 @@ STEPS = 1_000
 def run(*, operations: int, seconds: float, seed: int) -> Outcome:
     """Simulate `operations`, or for `seconds` if not 0. Every third seed has many faults."""
     outcome = Outcome("simulate", {"operations": 0, "seeds": 0, "seed": seed})
-    registry = Registry()
     while outcome.left("operations", operations, seconds):
         number = outcome.counts["seeds"]
         faults = Faults.MANY if number % 3 == 2 else Faults.SOME
-        report = simulate(seed + number, steps=STEPS, faults=faults, installed=registry)
+        report = simulate(seed + number, steps=STEPS, faults=faults)
         outcome.add("operations", report.made)
         outcome.add("seeds")
         outcome.add("virtual hours", report.virtual_s / 3600)
