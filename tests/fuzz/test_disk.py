@@ -29,6 +29,7 @@ from lmcache_async.testing.records import (
 )
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages
 from tests.fuzz.effort import effort, keep_at_it
+from tests.support.processes import open_fds
 
 LENGTHS = [5000, 0, 20_000, 4096]  # by number; the records of a chunk have equal lengths
 MAX_BYTES = 4 << 20
@@ -267,10 +268,6 @@ def test_any_thing_in_the_directory_at_the_start():
             assert open_fds() <= fds
 
     keep_at_it(check)
-
-
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def records_of_other_kinds(paths: set[Path]) -> set[Path]:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 WAIT_S = 60.0
@@ -40,6 +41,11 @@ def hanging(send: Callable[[signal.Signals], None]) -> Iterator[None]:
         yield
     finally:
         send(signal.SIGCONT)
+
+
+def open_fds() -> int:
+    """Return the number of open file descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def free_ports(count: int) -> list[int]:

@@ -26,6 +26,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
+from tests.support.processes import open_fds
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
@@ -115,10 +116,6 @@ class Rig:
         files = [p for p in self.config.root.rglob("*") if p.is_file() and p.name != "lock"]
         assert all(path.parent.name == path.name[:2] for path in files), files
         assert self.tier.statistics().bytes == sum(path.stat().st_size for path in files)
-
-
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 # Functions for children.

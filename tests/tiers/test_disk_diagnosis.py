@@ -44,22 +44,19 @@ def test_a_directory_is_checked_and_not_changed(tmp_path):
     assert "MB/s written" in checks["speed"].found
 
 
-def test_the_room_includes_that_of_the_records(tmp_path):
-    (tmp_path / "ab").mkdir()
-    with (tmp_path / "ab" / ("ab" * 16)).open("wb") as file:
-        file.truncate(3 * 10**9)
-
-    assert "3.0 GB are records" in diagnosed(tmp_path)["room"].found
-
-
-def test_the_records_are_summed_for_a_limited_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnosis, "_SCAN_S", -1.0)
+@pytest.mark.parametrize(
+    ("scan_s", "found"), [(60.0, "6.0 GB"), (-1.0, "3.0 GB")], ids=["all", "in the time"]
+)
+def test_the_room_includes_the_records_that_are_summed_in_a_limited_time(
+    tmp_path, monkeypatch, scan_s, found
+):
+    monkeypatch.setattr(diagnosis, "_SCAN_S", scan_s)
     for shard in ("ab", "cd"):
         (tmp_path / shard).mkdir()
         with (tmp_path / shard / (shard * 16)).open("wb") as file:
             file.truncate(3 * 10**9)
 
-    assert "3.0 GB are records" in diagnosed(tmp_path)["room"].found
+    assert f"{found} are records" in diagnosed(tmp_path)["room"].found
 
 
 def test_a_missing_directory_is_not_created(tmp_path):

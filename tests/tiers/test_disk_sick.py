@@ -15,6 +15,7 @@ from lmcache_async.errors import TierClosedError, TierError, TierUnavailableErro
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
+from tests.support.processes import open_fds
 from tests.support.tiers import handle_of
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
 
@@ -33,10 +34,6 @@ def place(tmp_path_factory):
     yield path
     for parent in closed:
         parent.chmod(modes[parent])
-
-
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_room(children, place):

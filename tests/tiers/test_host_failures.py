@@ -157,6 +157,15 @@ def few_items(monkeypatch):
     monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
 
 
+async def lose(link: Link, connection: Connection) -> None:
+    """Close the connection, and wait for the next one."""
+    connection.close(TierUnavailableError("lost"))
+    async with asyncio.timeout(DEADLINE_S):
+        while link.connected.is_set():
+            await asyncio.sleep(0)
+        await link.connected.wait()
+
+
 async def listed(tier: HostTier) -> list[ChunkKey]:
     return [key async for key in tier.keys()]  # noqa: SIM118 - no dict
 
@@ -169,11 +178,7 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, 
 
     async def answered(connection: Connection, *question: Any) -> bytes:
         answer = await ask(connection, *question)
-        connection.close(TierUnavailableError("lost"))
-        async with asyncio.timeout(DEADLINE_S):
-            while link.connected.is_set():
-                await asyncio.sleep(0)
-            await link.connected.wait()
+        await lose(link, connection)
         return answer
 
     assert sorted(await listed(tier)) == [key_of(number) for number in range(9)]
@@ -194,11 +199,7 @@ async def test_reconnecting_goes_on_after_an_unexpected_error(tier, arena, monke
         return await connect(link)
 
     monkeypatch.setattr(Link, "connect", fail_once)
-    link.connection.close(TierUnavailableError("lost"))
-    async with asyncio.timeout(DEADLINE_S):
-        while link.connected.is_set():
-            await asyncio.sleep(0)
-        await link.connected.wait()
+    await lose(link, link.connection)
 
     assert await tier.contains(key_of(1))
     assert errors == []
