@@ -1,4 +1,4 @@
-"""Keys of a request as the lookup client makes them."""
+"""Keys of a request as the lookup client makes them, and a rank that answers lookups from a set of keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
 from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity
+from lmcache_async.integration.vllm.load_policy import Costs, pack_costs
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, unpack_counts, unpack_keys
 
 CHUNK, BLOCK = 8, 2
 ROOTS = (b"0" * 16, b"1" * 16)
@@ -38,3 +39,45 @@ def opened_keys(
     if hashed:
         keys.extend(len(tokens), lambda: None)
     return keys
+
+
+class Rank:
+    """Answers lookups from a set of keys.
+
+    Attributes:
+        messages: Number of messages so far.
+    """
+
+    def __init__(self, costs: Costs = ()) -> None:
+        self.stored: set[bytes] = set()
+        self.costs = pack_costs(costs)
+        self.messages = 0
+
+    async def call(self, message: dict[str, object]) -> dict[str, object]:
+        self.messages += 1
+        if message["op"] == "first":
+            return {"first": self._first(message["keys"], message["counts"]), "first_pinned": False}
+        keys, tail = unpack_keys(message["keys"]), unpack_keys(message["tail"])  # type: ignore[arg-type]
+        count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
+        first = boundary = -1
+        if count == len(keys):
+            first = next((at for at, key in enumerate(tail) if key in self.stored), -1)
+            boundary = self._first(message.get("boundary_keys", b""), message.get("boundary_counts", b""))
+        return {
+            "count": count,
+            "pinned": count,
+            "tiers": {},
+            "costs": self.costs,
+            "first": first,
+            "first_pinned": False,
+            "boundary": boundary,
+            "boundary_pinned": False,
+        }
+
+    def _first(self, packed: object, counts: object) -> int:
+        keys, start = unpack_keys(packed), 0  # type: ignore[arg-type]
+        for position, count in enumerate(unpack_counts(counts)):  # type: ignore[arg-type]
+            if self.stored.issuperset(keys[start : start + count]):
+                return position
+            start += count
+        return -1

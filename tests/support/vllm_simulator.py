@@ -13,7 +13,7 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -525,3 +525,59 @@ def _connector_output(connector: Any, output: Any) -> KVConnectorOutput:
     result.kv_connector_worker_meta = connector.build_connector_worker_meta()
     connector.clear_connector_metadata()
     return result
+
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+@dataclass
+class Simulators:
+    """Makes simulators and closes them."""
+
+    tmp_path: Path
+    socket_dir: Path
+    until: Until
+    made: list[SimulatedVLLM] = field(default_factory=list)
+
+    def __call__(self, options: dict[str, Any] | None = None, **setup: Any) -> SimulatedVLLM:
+        given = {**SIMULATOR_OPTIONS, "vllm.socket_dir": str(self.socket_dir), **(options or {})}
+        sim = SimulatedVLLM(Setup(folder=self.tmp_path / "model", options=given, **setup))
+        self.made.append(sim)
+        self.until(lambda: scheduler_of(sim).ready)
+        return sim
+
+    def settle(self, sim: SimulatedVLLM) -> None:
+        """Wait until all computed chunks are stored, and empty vLLM's own cache."""
+        sim.run()
+        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
+        assert sim.scheduler.reset_prefix_cache()
+
+
+def scheduler_of(sim: SimulatedVLLM) -> Any:
+    return sim.connector.scheduler
+
+
+def engine_of(rank: Any) -> Any:
+    return rank.connector.worker.engines[0].engine
+
+
+def engines_of(sim: SimulatedVLLM) -> list[Any]:
+    """The engines of all ranks, and of all shards of their KV heads."""
+    return [each.engine for rank in sim.ranks for each in rank.connector.worker.engines]
+
+
+def expected(tokens: list[int], max_tokens: int) -> list[int]:
+    value = 0
+    for token in tokens:
+        value = value_after(value, token)
+    result = []
+    for _ in range(max_tokens):
+        result.append(next_token(value))
+        value = value_after(value, result[-1])
+    return result
+
+
+def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
+    side = scheduler_of(sim)
+    assert (side.has_work, side.num_requests, side.loads_active) == (False, 0, False)
+    assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1

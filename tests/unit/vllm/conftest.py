@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.engine.core  # noqa: F401
 
+    from tests.support.vllm_simulator import Simulators, Until
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -50,3 +52,11 @@ def until() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.001)
 
     return wait
+
+
+@pytest.fixture
+def simulators(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Simulators]:
+    made = Simulators(tmp_path, socket_dir, until)
+    yield made
+    for sim in made.made:
+        sim.close()

@@ -16,14 +16,15 @@ import pytest
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.integration.vllm.keys import PROMISE_FIELD
 from lmcache_async.testing.fakes import FakeRegistry
-from tests.support.vllm_simulator import SimulatedVLLM, prompt
-from tests.unit.vllm.shelf import Shelf
-from tests.unit.vllm.test_simulated import (
+from tests.support.vllm_simulator import (
+    SimulatedVLLM,
     Simulators,
     assert_nothing_is_held,
     expected,
+    prompt,
     scheduler_of,
 )
+from tests.unit.vllm.shelf import Shelf
 
 Params = dict[str, Any] | None
 

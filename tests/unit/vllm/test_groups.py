@@ -17,55 +17,12 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups
 from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.load_policy import Costs, pack_costs
 from lmcache_async.integration.vllm.lookup import Answer, Lookup, Query
-from lmcache_async.integration.vllm.lookup_server import unpack_counts, unpack_keys
-from tests.support.request_keys import BLOCK, CHUNK, opened_keys
+from lmcache_async.integration.vllm.lookup_server import unpack_keys
+from tests.support.request_keys import BLOCK, CHUNK, Rank, opened_keys
 from tests.support.vllm_simulator import spec_of
 
 ROOT = b"r" * 16
-
-
-class Rank:
-    """Answers lookups from a set of keys.
-
-    Attributes:
-        messages: Number of messages so far.
-    """
-
-    def __init__(self, costs: Costs = ()) -> None:
-        self.stored: set[bytes] = set()
-        self.costs = pack_costs(costs)
-        self.messages = 0
-
-    async def call(self, message: dict[str, object]) -> dict[str, object]:
-        self.messages += 1
-        if message["op"] == "first":
-            return {"first": self._first(message["keys"], message["counts"]), "first_pinned": False}
-        keys, tail = unpack_keys(message["keys"]), unpack_keys(message["tail"])  # type: ignore[arg-type]
-        count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
-        first = boundary = -1
-        if count == len(keys):
-            first = next((at for at, key in enumerate(tail) if key in self.stored), -1)
-            boundary = self._first(message.get("boundary_keys", b""), message.get("boundary_counts", b""))
-        return {
-            "count": count,
-            "pinned": 0,
-            "tiers": {},
-            "costs": self.costs,
-            "first": first,
-            "first_pinned": False,
-            "boundary": boundary,
-            "boundary_pinned": False,
-        }
-
-    def _first(self, packed: object, counts: object) -> int:
-        keys, start = unpack_keys(packed), 0  # type: ignore[arg-type]
-        for position, count in enumerate(unpack_counts(counts)):  # type: ignore[arg-type]
-            if self.stored.issuperset(keys[start : start + count]):
-                return position
-            start += count
-        return -1
 
 
 def blocks_of(group: KVGroup, start: int, stop: int) -> set[tuple[int, bytes]]:

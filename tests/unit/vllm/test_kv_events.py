@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
-from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, prompt
+from tests.support.vllm_simulator import SimulatedVLLM, Simulators, prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     Until = Callable[[Callable[[], bool]], None]
@@ -20,27 +21,9 @@ CHUNK = 64
 
 
 @pytest.fixture
-def make(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Callable[..., SimulatedVLLM]]:
-    made = []
-
-    def simulator(**setup: Any) -> SimulatedVLLM:
-        options = {
-            **SIMULATOR_OPTIONS,
-            "arena.max_bytes": "1MiB",
-            "vllm.socket_dir": str(socket_dir),
-            "tiers": [
-                "cpu",
-                {"name": "disk", "id": "nvme", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"},
-            ],
-        }
-        sim = SimulatedVLLM(Setup(folder=tmp_path / "model", options=options, **setup))
-        made.append(sim)
-        until(lambda: sim.connector.scheduler.ready)
-        return sim
-
-    yield simulator
-    for sim in made:
-        sim.close()
+def make(simulators: Simulators, tmp_path: Path) -> Callable[..., SimulatedVLLM]:
+    disk = {"name": "disk", "id": "nvme", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}
+    return partial(simulators, {"arena.max_bytes": "1MiB", "tiers": ["cpu", disk]})
 
 
 def published(sim: SimulatedVLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

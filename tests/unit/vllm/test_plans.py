@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lmcache_async.integration.vllm.scheduler import MAX_PLANS
-from tests.support.vllm_simulator import prompt
+from tests.support.vllm_simulator import (
+    Simulators,
+    engine_of,
+    prompt,
+)
 from tests.unit.vllm.test_scheduler import Bench
-from tests.unit.vllm.test_simulated import Simulators, engine_of, simulators
-
-__all__ = ["simulators"]
 
 STATUS_PAGE = {"http.listen": "127.0.0.1:0"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -25,7 +25,7 @@ from lmcache_async.integration.vllm.lookup import (
     pause_s,
 )
 from tests.simulation.loop import Trace, new_loop
-from tests.support.request_keys import CHUNK, opened_keys
+from tests.support.request_keys import CHUNK, Rank, opened_keys
 
 PROMPT = list(range(30))
 TIMEOUT_S, WAIT_S = 0.5, 2.0
@@ -40,14 +40,15 @@ def promise_of(tokens: list[int], num_tokens: int, **roots: Any) -> Promise:
     return Promise("producer", num_tokens, *marks, 30.0)
 
 
-@dataclass
-class Rank:
+class TimedRank(Rank):
     """A lookup server whose keys appear at given times."""
 
-    index: int
-    appears: dict[bytes, float] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    hangs_from: float = float("inf")
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.appears: dict[bytes, float] = {}
+        self.asked: list[str] = []
+        self.hangs_from = float("inf")
 
     def put(self, tokens: list[int], at: float, *, first: int = 0) -> None:
         """Add all chunks of these tokens from the chunk `first` on, including the partial one at the end."""
@@ -56,31 +57,19 @@ class Rank:
         keys += [chain.tail.keys[self.index]] if chain.tail else []
         self.appears.update(dict.fromkeys(keys, at))
 
-    async def call(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        now = asyncio.get_running_loop().time()
+    async def call(self, message: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(message["op"])
-        if now >= self.hangs_from:
+        if now() >= self.hangs_from:
             await asyncio.Event().wait()
-        there = {key for key, at in self.appears.items() if at <= now}
-        keys = split(message["keys"])
-        count = next((at for at, key in enumerate(keys) if key not in there), len(keys))
-        tail = keys if message["op"] == "first" else split(message["tail"]) if count == len(keys) else []
-        first = next((at for at, key in enumerate(tail) if key in there), -1)
-        answer = {"first": first, "first_pinned": first >= 0}
-        if message["op"] == "lookup":
-            answer |= {"count": count, "pinned": count, "tiers": {"cpu": count}, "costs": b""}
-        return answer
-
-
-def split(packed: bytes) -> list[bytes]:
-    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+        self.stored = {key for key, at in self.appears.items() if at <= now()}
+        return await super().call(message)
 
 
 class Bench:
     """Two ranks, and one `PromiseWaiter` that queries them."""
 
     def __init__(self) -> None:
-        self.ranks = [Rank(0), Rank(1)]
+        self.ranks = [TimedRank(0), TimedRank(1)]
         self.waiting = PromiseWaiter(Query(self.ranks), timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
         self.counts = self.waiting.counts
 

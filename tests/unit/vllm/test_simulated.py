@@ -6,7 +6,7 @@ The simulator fails a test when a request would read KV that is not the KV of it
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,13 +19,17 @@ from tests.support.vllm_simulator import (
     SIMULATOR_OPTIONS,
     Setup,
     SimulatedVLLM,
-    next_token,
+    Simulators,
+    assert_nothing_is_held,
+    engine_of,
+    engines_of,
+    expected,
     prompt,
-    value_after,
+    scheduler_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from lmcache_async.integration.vllm.jobs import Job
@@ -48,67 +52,6 @@ MODELS = {
     "two states": (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN")),
 }
 """KV groups of models."""
-
-
-@dataclass
-class Simulators:
-    """Makes simulators and closes them."""
-
-    tmp_path: Path
-    socket_dir: Path
-    until: Until
-    made: list[SimulatedVLLM] = field(default_factory=list)
-
-    def __call__(self, options: dict[str, Any] | None = None, **setup: Any) -> SimulatedVLLM:
-        given = {**SIMULATOR_OPTIONS, "vllm.socket_dir": str(self.socket_dir), **(options or {})}
-        sim = SimulatedVLLM(Setup(folder=self.tmp_path / "model", options=given, **setup))
-        self.made.append(sim)
-        self.until(lambda: scheduler_of(sim).ready)
-        return sim
-
-    def settle(self, sim: SimulatedVLLM) -> None:
-        """Wait until all computed chunks are stored, and empty vLLM's own cache."""
-        sim.run()
-        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
-        assert sim.scheduler.reset_prefix_cache()
-
-
-@pytest.fixture
-def simulators(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Simulators]:
-    made = Simulators(tmp_path, socket_dir, until)
-    yield made
-    for sim in made.made:
-        sim.close()
-
-
-def scheduler_of(sim: SimulatedVLLM) -> Any:
-    return sim.connector.scheduler
-
-
-def engine_of(rank: Any) -> Any:
-    return rank.connector.worker.engines[0].engine
-
-
-def engines_of(sim: SimulatedVLLM) -> list[Any]:
-    """The engines of all ranks, and of all shards of their KV heads."""
-    return [each.engine for rank in sim.ranks for each in rank.connector.worker.engines]
-
-
-def expected(tokens: list[int], max_tokens: int) -> list[int]:
-    value = 0
-    for token in tokens:
-        value = value_after(value, token)
-    result = []
-    for _ in range(max_tokens):
-        result.append(next_token(value))
-        value = value_after(value, result[-1])
-    return result
-
-
-def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
-    side = scheduler_of(sim)
-    assert (side.has_work, side.num_requests, side.loads_active) == (False, 0, False)
-    assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1
 
 
 def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators: Simulators):
