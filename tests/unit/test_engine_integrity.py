@@ -17,6 +17,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory import record
 from lmcache_async.memory.header import read_header
 from lmcache_async.memory.record import RecordFormat, seal
+from lmcache_async.stages import seal as seal_stage
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.types import Chunk
@@ -164,9 +165,9 @@ async def test_checksums_are_never_computed_on_the_event_loop(
 
         return call
 
-    names = ("xxh3_64", "xxh3_128", "xxh3_128_digest")
-    hashes = SimpleNamespace(**{name: noting(getattr(xxhash, name)) for name in names})
-    monkeypatch.setattr(record, "xxhash", hashes)
+    for module in (record, seal_stage):
+        monkeypatch.setattr(module, "payload_checksum", noting(xxhash.xxh3_128_digest))
+    monkeypatch.setattr(record, "xxhash", SimpleNamespace(xxh3_128=noting(xxhash.xxh3_128)))
     made = {"cpu": "cpu", "disk": settings(tmp_path)["tiers"][0]}
     rig = Rig()
     async with rig.open(**{"tiers": [made[name] for name in tiers], "retrieve.verify_arena": True}) as engine:
