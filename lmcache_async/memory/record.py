@@ -38,9 +38,6 @@ from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
 PIECE_BYTES = MAX_HEADER_BYTES
 """Size of the pieces for `prove`. The first piece contains any header."""
 
-payload_checksum = xxhash.xxh3_128_digest
-"""`payload_checksum(payload)` is the checksum of a payload, 16 bytes."""
-
 _MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
 _TOKEN_TYPE = np.dtype("<i4")
@@ -178,6 +175,11 @@ class HeaderTemplate:
         )
         header[CHECKSUM] = header_digest(header)
         return header
+
+
+def payload_checksum(payload: memoryview) -> bytes:
+    """Return the xxh3_128 of a payload, 16 bytes."""
+    return xxhash.xxh3_128_digest(payload)
 
 
 def seal(
