@@ -86,6 +86,13 @@ def grouped(tokens: list[int], **options: object) -> RequestKeys:
     return opened_keys(tokens, roots=ROOTS, groups=(KVGroup(0, 2), WINDOW, LOCAL), **options)
 
 
+@given(boundary=st.integers(1, 30).map(lambda blocks: 2 * blocks))
+def test_a_group_needs_its_window_or_its_attention_chunk(boundary):
+    assert WINDOW.first_needed(boundary) == max(0, boundary - 6)  # five tokens, in three blocks
+    assert LOCAL.first_needed(boundary) == boundary // 16 * 16
+    assert KVGroup(0, 2).first_needed(boundary) == 0
+
+
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=40, max_size=60),
     others=st.lists(st.integers(0, 2), min_size=40, max_size=60),
