@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ MAX_ENTRIES = 1 << 17
 """Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
 
 
-PartT = TypeVar("PartT")
 Prepared: TypeAlias = AbstractContextManager[Any]
 _Watched: TypeAlias = "tuple[DeviceEvent, asyncio.AbstractEventLoop, Callable[[Exception | None], None]]"
 
@@ -56,7 +55,7 @@ class LaneStatistics:
     waited: int
 
 
-class Lane(Generic[PartT]):
+class Lane:
     """Parts of one direction, and a thread that waits for their events. Used on the thread of one event loop.
 
     Events are awaited in the order of the calls of `watch`. An event that is reached early resolves its
@@ -69,7 +68,7 @@ class Lane(Generic[PartT]):
     """
 
     def __init__(
-        self, name: str, parts: Sequence[PartT], prepare: Callable[[], Prepared] = contextlib.nullcontext
+        self, name: str, parts: Sequence[Part], prepare: Callable[[], Prepared] = contextlib.nullcontext
     ) -> None:
         self.closed = False
         self._size = len(parts)
@@ -80,7 +79,7 @@ class Lane(Generic[PartT]):
         self._thread = threading.Thread(target=self._wait, args=(prepare,), name=name, daemon=True)
         self._thread.start()
 
-    async def acquire(self) -> PartT:
+    async def acquire(self) -> Part:
         """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
         self._waiting += 1
         self._waited += self._turns.locked()
@@ -90,11 +89,11 @@ class Lane(Generic[PartT]):
             self._waiting -= 1
         return self._free.popleft()
 
-    def release(self, part: PartT) -> None:
+    def release(self, part: Part) -> None:
         self._free.append(part)
         self._turns.release()
 
-    def watch(self, part: PartT, event: DeviceEvent) -> asyncio.Future[None]:
+    def watch(self, part: Part, event: DeviceEvent) -> asyncio.Future[None]:
         """Release the part when the device has reached `event` or failed. The future is resolved then.
 
         Raises:
@@ -222,8 +221,8 @@ class Lanes:
     """
 
     streams: Streams
-    store: Lane[Part]
-    load: Lane[Part]
+    store: Lane
+    load: Lane
     part_bytes: int
 
 
@@ -272,7 +271,7 @@ class CudaCopier:
         """Return the bytes of each copy over the bus for jobs with `num_rows` rows, none of them skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
-    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane[Part]) -> None:
+    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
         running: list[asyncio.Future[None]] = []
         try:
             for pieces in self._cut([len(job.rows) for job in jobs]):
@@ -290,7 +289,7 @@ class CudaCopier:
         finally:
             running.clear()  # breaks the reference cycle of an error and this frame, which would keep the payloads
 
-    def _watch(self, part: Part, lane: Lane[Part]) -> asyncio.Future[None]:
+    def _watch(self, part: Part, lane: Lane) -> asyncio.Future[None]:
         try:
             return lane.watch(part, self._streams.record(part.stream))
         except BaseException:
@@ -306,7 +305,7 @@ class CudaCopier:
         jobs: Sequence[CheckedJob],
         pieces: Sequence[Piece],
         fence: Fence | None,
-        lane: Lane[Part],
+        lane: Lane,
     ) -> None:
         if lane.closed:
             raise EngineClosedError("the copier is closed")
