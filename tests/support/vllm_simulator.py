@@ -37,10 +37,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
-    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -321,9 +321,11 @@ class SimulatedVLLM:
         cache_config = kv_cache_config(setup)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(cache_config, self.config)
         cache_config.hash_block_size = hash_block_size
-        cache_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-            cache_config, self.config, block_size, hash_block_size
-        )
+        resolve_alignment = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
+        if resolve_alignment is not None:  # since vLLM 0.32
+            cache_config.cache_hit_alignment_tokens = resolve_alignment(
+                cache_config, self.config, block_size, hash_block_size
+            )
         init_none_hash(sha256)
         self.ranks = [Rank(setup, self.config, cache_config, rank) for rank in range(setup.ranks)]
         scheduler_class = AsyncScheduler if setup.overlapped else Scheduler

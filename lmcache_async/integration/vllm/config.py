@@ -26,7 +26,7 @@ from lmcache_async.hashing import (
 from lmcache_async.integration.vllm.groups import HeadShard, block_size_of, groups_of, kind_of, specs_of
 from lmcache_async.integration.vllm.keys import local_path
 from lmcache_async.integration.vllm.request import Roles
-from lmcache_async.integration.vllm.versions import transfer_results
+from lmcache_async.integration.vllm.versions import serves_several_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -393,7 +393,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     advice = ""
     if not kinds & _STATE:  # vLLM cannot treat a recurrent state as full attention
         advice = ". Start vLLM with --disable-hybrid-kv-cache-manager; its KV cache then holds fewer tokens"
-    if transfer_results() is None:
+    if not serves_several_groups(kv_cache_config):
         return f"{described}, which needs vLLM 0.32 or newer{advice}"
     speculative = vllm_config.speculative_config
     if speculative is not None and (method := speculative.method) not in _DRAFTS_WITHOUT_KV:

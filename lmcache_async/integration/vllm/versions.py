@@ -12,8 +12,8 @@ __all__ = [
     "NOT_CALLED_BY_ALL",
     "CacheHitSource",
     "data_parallel_index",
+    "serves_several_groups",
     "shutdown_timeout_s",
-    "transfer_results",
 ]
 
 NOT_CALLED_BY_ALL = frozenset({"get_external_cache_hit_sources"})
@@ -35,14 +35,16 @@ else:
             EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
-def transfer_results() -> Any:
-    """The class of vLLM for the ends of transfers, with failures by request; None before 0.32.
+def serves_several_groups(kv_cache_config: Any) -> bool:
+    """Whether this vLLM reports failures by request and aligns hits of several KV groups, as since 0.32.
 
-    Older versions take failures by block, which is not possible with several KV groups.
+    Older versions report failures by block, which is ambiguous with several groups, or do not announce the alignment.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    return getattr(base, "KVConnectorTransferResults", None)
+    return hasattr(base, "KVConnectorTransferResults") and hasattr(
+        kv_cache_config, "cache_hit_alignment_tokens"
+    )
 
 
 def shutdown_timeout_s(vllm_config: Any) -> float | None:

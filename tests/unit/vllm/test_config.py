@@ -20,6 +20,7 @@ from vllm.config import MultiModalConfig, ParallelConfig, PoolerConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
@@ -511,7 +512,7 @@ def test_groups_of_layers_of_several_sizes_are_supported(config: Any, setup: Set
 def test_several_groups_need_failures_by_request(
     config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch, other: Any, remedy: bool
 ):
-    """VLLM 0.31 and older report them by block, and several groups share block ids."""
+    """VLLM 0.30 and older report them by block, and several groups share block ids."""
     full = kv_cache_config(setup).kv_cache_groups[0]
     monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
 
@@ -520,6 +521,18 @@ def test_several_groups_need_failures_by_request(
     assert "vLLM 0.32" in reason
     assert ("--disable-hybrid-kv-cache-manager" in reason) == remedy
     assert unsupported_reason(config, with_groups(setup, full)) is None
+
+
+def test_several_groups_are_not_supported_without_an_alignment_of_hits(
+    config: Any, setup: Setup, monkeypatch: pytest.MonkeyPatch
+):
+    """As in vLLM 0.31, which reports failures by request."""
+    full = kv_cache_config(setup).kv_cache_groups[0]
+    cache = with_groups(setup, full, group(WINDOW))
+    del cache.cache_hit_alignment_tokens
+    monkeypatch.delattr(KVCacheConfig, "cache_hit_alignment_tokens")
+
+    assert "vLLM 0.32" in str(unsupported_reason(config, cache))
 
 
 def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
