@@ -1,6 +1,7 @@
-"""Prompts with images in a real vLLM: a Qwen2.5-VL whose answers depend on the image.
+"""Prompts with images and videos in a real vLLM: a Qwen2.5-VL whose answers depend on them.
 
-Each answer is compared with one that vLLM computes without loading or storing.
+Each answer about an image is compared with one that vLLM computes without loading or storing, and each answer about a
+video with one of a vLLM without connector.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from tests.integration.model_families import (
     IMAGE_PAD,
     IMAGE_SIDE,
     IMAGE_TOKENS,
+    MERGE,
+    PATCH,
+    VIDEO_PAD,
     VISION_END,
     VISION_START,
     make_image_model,
 )
-from tests.integration.vllm_answers import Answer, Image, Question, assert_same, difference, tokens
-from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, connector
+from tests.integration.vllm_answers import Answer, Image, Question, Video, assert_same, difference, tokens
+from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
 
 pytestmark = pytest.mark.vllm
 
@@ -38,6 +42,13 @@ def about(seed: int, uuid: str | None = None, processor: dict[str, Any] | None =
     """A question about an image; questions differ only in the image."""
     prompt = (*BEFORE, VISION_START, IMAGE_PAD, VISION_END, *AFTER)
     return Question(prompt, images=(Image(seed, IMAGE_SIDE, uuid),), processor=processor)
+
+
+def about_video(seed: int, **changes: Any) -> Question:
+    """A question about a video of six frames, which become three times 48 tokens: as many as of an image."""
+    size = {"frames": 6, "width": 8 * PATCH * MERGE, "height": 6 * PATCH * MERGE}
+    prompt = (*BEFORE, VISION_START, VIDEO_PAD, VISION_END, *AFTER)
+    return Question(prompt, videos=(Video(seed, **(size | changes)),))
 
 
 def ask(engine: Engine, question: Question) -> Answer:
@@ -80,7 +91,7 @@ def options(model: Path) -> dict[str, Any]:
     return {
         "model": str(model),
         "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "limit_mm_per_prompt": {"image": 1, "video": 1},
     }
 
 
@@ -170,3 +181,37 @@ def test_a_changed_image_processor_finds_nothing_of_the_one_before(
     assert_same(answer, reference)
     assert_same(again, reference)
     assert difference(answer, counted["named"]) > 0.1
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines, models: Models) -> Iterator[Reference]:
+    """Answers without connector."""
+    with engines.started(**options(models.one)) as engine:
+        yield Reference(engine)
+
+
+def test_the_same_video_is_a_hit(engine: Engine, plain: Reference) -> None:
+    cold, warm = (ask(engine, about_video(1)) for _ in range(2))
+
+    assert cold.cached_tokens <= CHUNK  # an earlier test may have stored the text before the video
+    assert warm.cached_tokens == WHOLE
+    for answer in (cold, warm):
+        assert_same(answer, plain(about_video(1)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 3}, {"fps": 1.0}, {"width": 6 * PATCH * MERGE, "height": 8 * PATCH * MERGE}],
+    ids=["frames", "frame rate", "shape"],
+)
+def test_another_video_of_the_same_length_shares_the_text_before_it(
+    engine: Engine, plain: Reference, changes: dict[str, Any]
+) -> None:
+    question, other = about_video(2), about_video(**({"seed": 2} | changes))
+    ask(engine, question)
+
+    answer = ask(engine, other)
+
+    assert answer.cached_tokens == CHUNK
+    assert_same(answer, plain(other))
+    assert difference(plain(question), plain(other)) > 0.1

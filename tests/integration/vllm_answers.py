@@ -33,11 +33,30 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Video:
+    """Frames of noise.
+
+    Attributes:
+        frames: Their number.
+        width: In pixels.
+        height: In pixels.
+        fps: Frames per second, on which the positions of tokens depend.
+    """
+
+    seed: int
+    frames: int
+    width: int
+    height: int
+    fps: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One request. Generated tokens are greedy and never end early.
 
     Attributes:
         images: In the order of their placeholders in the prompt.
+        videos: In the order of their placeholders in the prompt.
         processor: The request's `mm_processor_kwargs`.
         adapter: Directory of a LoRA adapter.
         reloads: Whether vLLM loads the adapter again, because its files have changed.
@@ -48,6 +67,7 @@ class Question:
     cache_salt: str = ""
     params: Mapping[str, Any] | None = None
     images: tuple[Image, ...] = ()
+    videos: tuple[Video, ...] = ()
     processor: Mapping[str, Any] | None = None
     adapter: str = ""
     reloads: bool = False

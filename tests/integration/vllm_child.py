@@ -63,9 +63,14 @@ class Child:
 
         for request in requests:
             prompt: Any = {"prompt_token_ids": request["prompt"]}
+            media: dict[str, list[Any]] = {}
             if request["images"]:
-                prompt["multi_modal_data"] = {"image": [_image(image) for image in request["images"]]}
+                media["image"] = [_image(image) for image in request["images"]]
                 prompt["multi_modal_uuids"] = {"image": [image["uuid"] for image in request["images"]]}
+            if request["videos"]:
+                media["video"] = [_video(video) for video in request["videos"]]
+            if media:
+                prompt["multi_modal_data"] = media
             if request["processor"]:
                 prompt["mm_processor_kwargs"] = request["processor"]
             if request["cache_salt"]:
@@ -159,7 +164,7 @@ class Child:
 
     def asks(self) -> bool:
         """Whether our scheduler connector queries the worker connector: connected, and no reset in progress."""
-        return bool(self._scheduler.connector.scheduler.ready)
+        return bool(self._connector.scheduler.ready)
 
     def has_work(self) -> bool:
         """Whether vLLM would step by itself."""
@@ -171,7 +176,7 @@ class Child:
 
     def prefill_rate(self) -> float:
         """Return the measured prompt tokens per second of our scheduler connector; 0 if unknown."""
-        prefill = self._scheduler.connector.scheduler.load_policy.prefill
+        prefill = self._connector.scheduler.load_policy.prefill
         return 1000 / prefill.seconds(1000) if prefill.known else 0.0
 
     def state(self, name: str) -> str:
@@ -201,6 +206,10 @@ class Child:
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
+    @property
+    def _connector(self) -> Any:
+        return vllm_worker_calls.own_connector(self._scheduler.connector)
+
 
 def _answer(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]
@@ -215,11 +224,29 @@ def _answer(output: Any) -> dict[str, Any]:
 
 def _image(image: dict[str, Any]) -> Image.Image:
     """Return noise that scaling does not remove."""
-    import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(image["seed"]).integers(0, 256, (image["side"], image["side"], 3))
-    return Image.fromarray(pixels.astype(np.uint8))
+    return Image.fromarray(_noise(image["seed"], image["side"], image["side"]))
+
+
+def _video(video: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return frames of noise and their description."""
+    count = video["frames"]
+    frames = _noise(video["seed"], count, video["height"], video["width"])
+    return frames, {
+        "fps": video["fps"],
+        "duration": count / video["fps"],
+        "total_num_frames": count,
+        "frames_indices": list(range(count)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def _noise(seed: int, *shape: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, 256, (*shape, 3)).astype(np.uint8)
 
 
 def serve(channel: socket.socket) -> None:

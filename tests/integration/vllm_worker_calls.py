@@ -61,5 +61,12 @@ def _engines() -> list[Any]:
     """Return the engine of the worker, or those of the shards of its KV heads."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    connector: Any = get_kv_transfer_group()
-    return [each.engine for each in connector.worker.engines]
+    return [each.engine for each in own_connector(get_kv_transfer_group()).worker.engines]
+
+
+def own_connector(connector: Any) -> Any:
+    """Return our connector, which may be in a MultiConnector."""
+    from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
+
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(each for each in children if isinstance(each, LMCacheAsyncConnector))

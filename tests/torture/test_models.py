@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.integration.vllm_driver import CHUNK
 from tools.models import __main__ as main
 from tools.models.campaign import EVERY_FAMILY, MODES, DoesNotRunError
 from tools.models.families import FAMILIES
-from tools.models.questions import Questions, lengths
+from tools.models.questions import STEP, Questions, lengths
 
 
 class FakeCampaign:
@@ -97,6 +98,8 @@ def test_prompts_end_around_the_boundaries(name):
     family = FAMILIES[name]
     found = lengths(family)
 
-    for boundary in {family.block * 3, family.window} - {0}:
-        assert family.images or {boundary - 1, boundary, boundary + 1} <= set(found)
+    boundaries = {3 * family.block, 5 * CHUNK, STEP, family.window, 2 * family.window} - {0}
+    around = {boundary + more for boundary in boundaries for more in (-1, 0, 1)}
+    assert {length for length in around if length >= min(found)} <= set(found)
+    assert max(around) > min(found)
     assert len(Questions(family).around_boundaries("a")) == len(found)

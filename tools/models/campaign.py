@@ -160,6 +160,7 @@ def compare_hits(
 def _text(question: Question) -> str:
     parts = [f"prompt of {len(question.prompt)} tokens"]
     parts += ["with an image"] if question.images else []
+    parts += ["with a video"] if question.videos else []
     parts += [f"with {Path(question.adapter).name}"] if question.adapter else []
     return " ".join(parts)
 

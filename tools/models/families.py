@@ -28,7 +28,7 @@ class Family:
             because tokens that were generated one by one are computed again in one step. It is not compared.
         modes: Modes of its own, beside those of all families.
         without: Modes that it does not support, and the reason.
-        images: Its prompts have images.
+        images: Its prompts have an image or a video.
         adapters: Number of LoRA adapters that its requests use in turn. Each batch uses adapters only: in one, vLLM's CPU
             build answers requests without adapter otherwise than alone.
     """
@@ -98,9 +98,9 @@ FAMILIES = {
     ),
     "qwen2.5-vl": Family(
         "Qwen2.5-VL",
-        "full attention, prompts with images",
+        "full attention, prompts with images or videos",
         models.make_image_model,
-        options={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+        options={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 1}},
         images=True,
     ),
     "llama-lora": Family(

@@ -6,15 +6,23 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
-from tests.integration.model_families import IMAGE_PAD, IMAGE_SIDE, IMAGE_TOKENS, VISION_END, VISION_START
-from tests.integration.vllm_answers import Image, Question, tokens
+from tests.integration.model_families import (
+    IMAGE_PAD,
+    IMAGE_SIDE,
+    IMAGE_TOKENS,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+)
+from tests.integration.vllm_answers import Image, Question, Video, tokens
 from tests.integration.vllm_driver import CHUNK
 from tools.models.families import Family
 
 STEP = 256  # tokens of a step of vLLM: longer prefills are chunked
 LONGEST = 9 * CHUNK
-IMAGE_LENGTH = IMAGE_TOKENS + 2  # tokens of an image in a prompt
+IMAGE_LENGTH = IMAGE_TOKENS + 2  # tokens of an image or a video in a prompt
 
 
 def lengths(family: Family) -> list[int]:
@@ -78,7 +86,7 @@ class Questions:
         prompt = question.prompt
         for distance in (reach, reach * 2 // 3, reach // 3):
             place = len(prompt) - distance
-            while prompt[place] in {VISION_START, IMAGE_PAD, VISION_END}:
+            while prompt[place] in {VISION_START, IMAGE_PAD, VIDEO_PAD, VISION_END}:
                 place -= 1
             other = 3 + (prompt[place] + 100) % 500
             yield (
@@ -88,11 +96,17 @@ class Questions:
             )
 
     def _question(self, seed: str, length: int) -> Question:
-        """A question of this number of tokens, including those of its image."""
+        """A question of this number of tokens, including those of its image or video. Every second one has a video."""
         adapter = next(self._adapters)
         if not self._family.images:
             return Question(tokens(seed, length), adapter=adapter)
         text = tokens(seed, length - IMAGE_LENGTH)
         before = len(text) // 2
-        prompt = (*text[:before], VISION_START, IMAGE_PAD, VISION_END, *text[before:])
-        return Question(prompt, images=(Image(next(self._images), IMAGE_SIDE),), adapter=adapter)
+        index = next(self._images)
+        media: dict[str, Any] = {"images": (Image(index, IMAGE_SIDE),)}
+        if index % 2:
+            # Two frames become the tokens of one.
+            media = {"videos": (Video(index, frames=4, width=IMAGE_SIDE, height=IMAGE_SIDE // 2),)}
+        pad = VIDEO_PAD if index % 2 else IMAGE_PAD
+        prompt = (*text[:before], VISION_START, pad, VISION_END, *text[before:])
+        return Question(prompt, adapter=adapter, **media)
