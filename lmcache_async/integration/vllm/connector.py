@@ -10,8 +10,6 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -19,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata
@@ -62,7 +59,6 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
         elif role == KVConnectorRole.SCHEDULER:
             configs = _configs_of_scheduler(vllm_config.kv_transfer_config)
-            _check_siblings(configs, len(kv_cache_config.kv_cache_groups))
             _recompute_failed_loads(configs)
             from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
@@ -303,25 +299,6 @@ def _configs_of_scheduler(own: Any) -> list[Any]:
             configs.append(creator._vllm_config.kv_transfer_config)
         frame = frame.f_back
     return configs
-
-
-def _check_siblings(kv_transfer_configs: Sequence[Any], groups: int) -> None:
-    """Check that all connectors of a MultiConnector support a model with so many KV cache groups.
-
-    Otherwise vLLM starts, and ends when the first request finishes.
-
-    Raises:
-        ConfigError: One does not.
-    """
-    if groups == 1:
-        return
-    for config in kv_transfer_configs:
-        for child in config.kv_connector_extra_config.get("connectors", ()):
-            if not KVConnectorFactory.supports_hma_config(KVTransferConfig(**child)):
-                raise ConfigError(
-                    f"MultiConnector: {child['kv_connector']} does not support models with several KV cache groups,"
-                    f" and this model has {groups}. Remove it, or serve the model without MultiConnector"
-                )
 
 
 def _recompute_failed_loads(kv_transfer_configs: Sequence[Any]) -> None:

@@ -34,7 +34,6 @@ from lmcache_async.integration.vllm import connector as module
 from lmcache_async.integration.vllm.config import layerwise_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.events import hit_sources
-from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
@@ -207,17 +206,6 @@ def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup, mul
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert config.kv_transfer_config.is_kv_consumer  # for which vLLM defers frees
     assert connector.requires_kv_delivery is False  # a lost store is a later miss
-
-
-def test_a_connector_beside_ours_that_supports_one_group_only_is_refused_for_several(setup: Setup):
-    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    groups = (KVGroup(0, setup.block_size), KVGroup(1, setup.block_size, state="gdn"))
-    setup = replace(setup, multi=True, others=(other,), groups=groups)
-
-    with pytest.raises(ConfigError, match="ExampleConnector does not support models with several"):
-        KVConnectorFactory.create_connector(
-            vllm_config(setup), KVConnectorRole.SCHEDULER, kv_cache_config(setup)
-        )
 
 
 @pytest.mark.parametrize("name", ["kv_load_failure_policy", "is_kv_consumer"])
