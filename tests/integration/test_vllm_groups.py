@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,9 +27,11 @@ from tests.integration.model_families import (
 )
 from tests.integration.vllm_answers import BFLOAT16_TOLERANCE, TOLERANCE, Question, assert_same, tokens
 from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
-from tests.integration.vllm_records import change_first_payload_byte, namespace_of, start_in
+from tests.integration.vllm_records import change_first_payload_byte, namespace_of, starts_in
 
 pytestmark = pytest.mark.vllm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     full_groups: int = 1
+
+    @property
+    def tolerance(self) -> float:
+        """For answers in a batch."""
+        return BFLOAT16_TOLERANCE if self.options.get("dtype") == "bfloat16" else TOLERANCE
 
 
 WINDOWS = Family("windows", make_sliding_window_model, f"window={WINDOW}", BLOCK, 2 * WINDOW)
@@ -94,8 +101,14 @@ def plain(engines: Engines, options: dict[str, Any]) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(engines: Engines, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return engines.start(connector(disk=tmp_path_factory.mktemp("kv")), **options)
+def disk(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the disk tier of `engine`."""
+    return tmp_path_factory.mktemp(family.kind.rstrip("=")) / "kv"
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines, options: dict[str, Any], disk: Path) -> Engine:
+    return engines.start(connector(disk=disk), **options)
 
 
 @pytest.mark.parametrize("blocks", [WINDOW // BLOCK, 2 * CHUNK // BLOCK, 10])
@@ -178,7 +191,8 @@ def damaged(
 ) -> Iterator[Damaged]:
     directory = tmp_path_factory.mktemp("damaged")
     layer = late_reads.install(directory)
-    transfer = connector(disk=directory / "kv", **{"vllm.reset_cache": "memory"})
+    # Chunks of one block, so that a window has a record between its first and its last one.
+    transfer = connector(disk=directory / "kv", **{"vllm.reset_cache": "memory", "chunk_size": BLOCK})
     transfer["kv_connector_extra_config"]["tiers"][1] |= {"timeout_s": 2.0, "layers": ["deadline", layer]}
     with engines.started(transfer, path=[str(directory)], **options) as engine:
         yield Damaged(engine, directory / "kv", directory / "late")
@@ -195,56 +209,62 @@ def remove(record: Path, late: Path) -> None:
 
 
 def delay(record: Path, late: Path) -> None:
-    late.write_text(record.name)
+    with late.open("a") as names:
+        names.write(f"{record.name}\n")
+
+
+def at(place: int, items: list[T]) -> T:
+    """The first, the middle or the last item, for place 0, 1 or 2."""
+    return items[place * (len(items) - 1) // 2]
 
 
 @pytest.mark.parametrize("group", ["full", "other"])
-@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("damage", [change, remove, delay])
 def test_damage_of_one_group_is_never_used(
-    damaged: Damaged,
-    plain: Reference,
-    family: Family,
-    group: str,
-    place: int,
-    damage: Callable[[Path, Path], None],
+    damaged: Damaged, plain: Reference, family: Family, group: str, damage: Callable[[Path, Path], None]
 ) -> None:
+    """The first, the middle and the last record, each of another request in the same batch."""
     engine = damaged.engine
-    question = Question(tokens(f"{family.name} {group} {place} {damage.__name__}", 450))
+    questions = [Question(tokens(f"{family.name} {group} {n} {damage.__name__}", 450)) for n in range(3)]
     before = set(damaged.disk.glob("??/*"))
-    engine.ask(question)
+    engine.ask_all(questions)
     engine.forget()
     records = set(damaged.disk.glob("??/*")) - before
     kind = "full" if group == "full" else family.kind
-    namespaces = {path: name for path in records if kind in (name := namespace_of(path))}
-    last = max(namespaces.values())  # of the groups of this kind
-    own = sorted(
-        (path for path, name in namespaces.items() if name == last), key=partial(start_in, question.prompt)
-    )
 
-    damage(own[place], damaged.late)
-    answers = [engine.ask(question)]
+    victims = []
+    for place, question in enumerate(questions):
+        starts = starts_in(question.prompt, records)
+        namespaces = {path: name for path in starts if kind in (name := namespace_of(path))}
+        chosen = at(place, sorted(set(namespaces.values())))  # of the groups of this kind
+        own = sorted((path for path, name in namespaces.items() if name == chosen), key=starts.__getitem__)
+        assert len(own) >= 3 or kind == STATES.kind, "no record between the first and the last one"
+        victims.append(at(place, own))
+    for victim in victims:
+        damage(victim, damaged.late)
+    answers = engine.ask_all(questions)
     damaged.late.write_text("")
     engine.forget()  # damaged records are stored again
-    answers.append(engine.ask(question))
+    again = engine.ask_all(questions)
     engine.forget()
 
-    assert answers[0].cached_tokens < 448
-    assert answers[0].seconds < plain(question).seconds + 10
-    assert answers[1].cached_tokens == 448
-    for answer in answers:
-        assert_same(answer, plain(question))
+    for question, answer, other in zip(questions, answers, again, strict=True):
+        assert answer.cached_tokens < 448
+        assert answer.seconds < plain(question).seconds + 10
+        assert other.cached_tokens == 448
+        for each in (answer, other):
+            assert_same(each, plain(question), family.tolerance)
 
 
 def test_other_groups_than_full_attention_are_stored_for_one_position(
-    engines: Engines, family: Family, options: dict[str, Any], tmp_path: Path
+    engine: Engine, disk: Path, family: Family
 ) -> None:
-    with engines.started(connector(disk=tmp_path), **options) as engine:
-        engine.ask(Question(tokens("bytes", 1500)))
-        engine.settle()
-        engine.close()
+    engine.settle()
+    before = set(disk.glob("??/*"))
+    engine.ask(Question(tokens("bytes", 1500)))
+    engine.settle()
     stored: Counter[str] = Counter()
-    for path in tmp_path.glob("??/*"):
+    for path in set(disk.glob("??/*")) - before:
         header = read_header(memoryview(path.read_bytes()))
         stored["other" if family.kind in header.namespace else "full"] += len(header.tokens)
 
@@ -288,7 +308,7 @@ MODES: dict[str, tuple[Family, dict[str, Any]]] = {
     ids=MODES,
 )
 def test_batches_of_many_lengths_have_the_same_answers(
-    engines: Engines, plain: Reference, options: dict[str, Any], tmp_path: Path, mode: str
+    engines: Engines, plain: Reference, family: Family, options: dict[str, Any], tmp_path: Path, mode: str
 ) -> None:
     common, generator = tokens("shared by some", 260), Random(mode)
     questions = []
@@ -299,7 +319,6 @@ def test_batches_of_many_lengths_have_the_same_answers(
     questions += questions[:4]
 
     own = made(MODES[mode][1], tmp_path / "draft")
-    tolerance = BFLOAT16_TOLERANCE if options.get("dtype") == "bfloat16" else TOLERANCE
     pinned = {"vllm.max_pinned_fraction": 0.9}  # copies may be slow on a busy machine, and drop chunks then
     with engines.started(connector(disk=tmp_path / "kv", **pinned), **options, **own) as engine:
         rounds = []
@@ -310,7 +329,52 @@ def test_batches_of_many_lengths_have_the_same_answers(
     assert sum(answer.cached_tokens > 0 for answer in rounds[1]) > len(questions) // 2
     for answers in rounds:
         for question, answer in zip(questions, answers, strict=True):
-            assert_same(answer, plain(question), tolerance)
+            assert_same(answer, plain(question), family.tolerance)
+
+
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "CPUOffloadingSpecOnCPU",
+        "spec_module_path": "tests.integration.cpu_offloading",
+        "cpu_bytes_to_use": 1 << 28,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "behind"),
+    [(WINDOWS, False), (WINDOWS, True), (STATES, True)],
+    indirect=["family"],
+    ids=["windows, before it", "windows, behind it", "states, behind it"],
+)
+def test_hits_beside_another_connector(
+    engines: Engines, plain: Reference, options: dict[str, Any], tmp_path: Path, behind: bool
+) -> None:
+    """After a reset the other connector has nothing, and ours has the disk."""
+    children = [connector(disk=tmp_path, **{"vllm.reset_cache": "memory"}), OFFLOADING]
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children[::-1] if behind else children},
+    }
+    question = Question(tokens(f"beside another {behind}", 450))
+    beginning = Question(question.prompt[:200], params={"skip_save": True})  # only the other one has it
+    with engines.started(both, **options) as engine:
+        answers = []
+        for asked in (beginning, question):
+            answers.append(engine.ask(asked))
+            engine.settle()
+        answers.append(engine.ask(question))
+        engine.forget()
+        answers.append(engine.ask(question))
+
+    assert [answer.cached_tokens for answer in answers] == [0, 192, 448, 448]
+    assert ["disk" in answer.tiers for answer in answers] == [False, False, False, True]
+    assert ("cpu" in answers[2].tiers) is not behind
+    for asked, answer in zip((beginning, question, question, question), answers, strict=True):
+        assert_same(answer, plain(asked))
 
 
 def test_two_ranks_hit_as_far_as_vllm_would(

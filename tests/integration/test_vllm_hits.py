@@ -181,33 +181,3 @@ def test_the_status_page_shows_the_sources_of_prompts(engine: Engine) -> None:
     assert second["loaded"]["by_tier"][0][0] == "cpu"
     assert second["plan"]["why"]
     assert told["totals"]["loaded_bytes"] > 0
-
-
-def test_beside_another_connector_hits_are_loaded(
-    engines: Engines, reference: Reference, tmp_path: Path
-) -> None:
-    question = Question(tokens("beside another", 300))
-    other = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [connector(), other]},
-    }
-    answers = []
-    with engines.started(both, unsupported=True) as engine:  # the test cannot observe the connection
-        for _ in engine.until("loads nothing from memory"):
-            answers.append(engine.ask(question))
-            if answers[-1].tiers:
-                break
-            for _ in engine.until("holds blocks"):
-                if engine.call("reset", connector=False):
-                    break
-                engine.call("step")
-
-    assert answers[-1].tiers == {"cpu": 288}
-    for answer in answers:
-        assert_same(answer, reference(question))

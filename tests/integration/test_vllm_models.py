@@ -62,17 +62,28 @@ def test_pooling_over_the_whole_prompt_is_off(engines: Engines, tmp_path: Path) 
 
 
 def test_windows_are_kept_whole_without_the_hybrid_manager(engines: Engines, tmp_path: Path) -> None:
-    """With this flag of vLLM, every layer keeps the whole prompt, in one group."""
+    """Every layer keeps the whole prompt, in one group. VLLM has a flag for this, and does it for some connectors."""
     model = str(make_sliding_window_model(tmp_path / "model"))
     question = Question(tokens("windows", 500))
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [connector(), other]},
+    }
 
     with engines.started(model=model, disable_hybrid_kv_cache_manager=True) as plain:
         reference = plain.ask(question)
-    with engines.started(connector(), model=model, disable_hybrid_kv_cache_manager=True) as engine:
-        cold = engine.ask(question)
-        engine.settle()
-        warm = engine.ask(question)
+    for transfer, options in ((connector(), {"disable_hybrid_kv_cache_manager": True}), (both, {})):
+        with engines.started(transfer, model=model, **options) as engine:
+            cold = engine.ask(question)
+            engine.settle()
+            warm = engine.ask(question)
 
-    assert (cold.cached_tokens, warm.cached_tokens) == (0, 480)
-    assert_same(cold, reference)
-    assert_same(warm, reference)
+        assert (cold.cached_tokens, warm.cached_tokens, warm.tiers) == (0, 480, {"cpu": 480})
+        assert_same(cold, reference)
+        assert_same(warm, reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,15 @@ def namespace_of(record: Path) -> str:
     return read_header(memoryview(record.read_bytes())).namespace
 
 
-def start_in(prompt: tuple[int, ...], record: Path) -> int:
-    """Return the prompt position of the first token of a record."""
-    own = tuple(read_header(memoryview(record.read_bytes())).tokens.tolist())
-    return next(start for start in range(len(prompt)) if prompt[start : start + len(own)] == own)
+def starts_in(prompt: tuple[int, ...], records: Iterable[Path]) -> dict[Path, int]:
+    """Return the prompt position of the first token of each record of the prompt."""
+    starts = {}
+    for record in records:
+        own = tuple(read_header(memoryview(record.read_bytes())).tokens.tolist())
+        for start in range(len(prompt)):
+            if prompt[start : start + len(own)] == own:
+                starts[record] = start
+    return starts
 
 
 def change_first_payload_byte(record: Path) -> None:
