@@ -264,7 +264,7 @@ async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more
     gathering.cancel()
     await until(lambda: copier.statistics()[0].waiting == 0)
     gathering.cancel()
-    await asyncio.sleep(0)
+    await turns(5)
 
     assert not gathering.done()
     gate.set()
