@@ -55,9 +55,12 @@ def blocks(language: str) -> list[Block]:
     return found
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+PYTHON = blocks("python")
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_a_python_example_runs(block: Block, tmp_path: Path) -> None:
-    for other in blocks("python"):
+    for other in PYTHON:
         if other.title and other.page == block.page:
             (tmp_path / other.title).write_text(other.text, encoding="utf-8")
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
