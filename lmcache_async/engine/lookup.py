@@ -148,13 +148,16 @@ class Lookups:
         """Query the first run alone, because it is often the one, and then all others at the same time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                for start, stop in ((0, 1), (1, len(runs))):
-                    async with asyncio.TaskGroup() as group:
-                        plans = [group.create_task(self._stack.plan(run)) for run in runs[start:stop]]
-                    for position, plan in enumerate(plans, start):
-                        tiers, _ = plan.result()
-                        if len(tiers) == len(runs[position]):
-                            return position, tiers
+                if runs:
+                    tiers, _ = await self._stack.plan(runs[0])
+                    if len(tiers) == len(runs[0]):
+                        return 0, tiers
+                async with asyncio.TaskGroup() as group:
+                    plans = [group.create_task(self._stack.plan(run)) for run in runs[1:]]
+                for position, plan in enumerate(plans, 1):
+                    tiers, _ = plan.result()
+                    if len(tiers) == len(runs[position]):
+                        return position, tiers
         return None
 
     async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:

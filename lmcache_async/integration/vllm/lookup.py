@@ -21,7 +21,7 @@ import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.groups import block_size_of, full_groups
-from lmcache_async.integration.vllm.keys import AdapterFingerprints
+from lmcache_async.integration.vllm.keys import PIECE_TOKENS, AdapterFingerprints
 from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
 from lmcache_async.integration.vllm.lookup_server import (
     Identity,
@@ -206,6 +206,7 @@ class LookupClient:
         self._next_lookup = 0
         self.epoch = 0
         self._pending: dict[str, PendingLookup] = {}  # on the client's thread
+        self._hashed_tokens = 0  # on the client's thread: since it last released the GIL
         self._pinned: set[str] = set()  # on the client's thread: answered, with leases held by a rank
         self._loop = loop or uvloop.new_event_loop()
         self._stop = asyncio.Event()
@@ -327,6 +328,7 @@ class LookupClient:
 
     def _run_calls(self) -> None:
         self._woken = False
+        self._hashed_tokens = 0
         while self._calls:
             call = self._calls.popleft()
             try:
@@ -371,7 +373,12 @@ class LookupClient:
                     keys.requested = 0  # a later call requests them again
                     return
                 self._open(keys, [identity for identity in identities if identity is not None])
+            if self._hashed_tokens >= PIECE_TOKENS:
+                self._hashed_tokens = 0
+                _yield_gil()
+            former = keys.num_hashed
             keys.extend(num_tokens, _yield_gil)
+            self._hashed_tokens += keys.num_hashed - former
         except (ValueError, OverflowError, OSError) as error:
             keys.failed = True
             logger.report("hash", "tokens of request %s cannot be hashed: %s", keys.request_id, error)

@@ -214,7 +214,9 @@ class Transfers:
     async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
         try:
-            loaded = await _together(self._load_part(job, part, fence, progress) for part in job.parts)
+            # The largest part first: it is copied while the others are planned.
+            parts = sorted(job.parts, key=lambda part: len(part.tokens), reverse=True)
+            loaded = await _together(self._load_part(job, part, fence, progress) for part in parts)
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
