@@ -62,7 +62,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             _recompute_failed_loads(configs)
             from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
-            self.scheduler = SchedulerConnector.of_vllm(vllm_config, kv_cache_config)
+            self.scheduler = SchedulerConnector.of_vllm(
+                vllm_config, kv_cache_config, beside_others=len(configs) > 1
+            )
             if self.scheduler.roles.loads:
                 _defer_frees(configs)
         else:

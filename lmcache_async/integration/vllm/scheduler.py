@@ -370,7 +370,8 @@ class _Load:
 class SchedulerConnector:
     """The connector in vLLM's EngineCore process.
 
-    `world_size` counts the ranks, or shards of KV heads; each has an engine.
+    `world_size` counts the ranks, or shards of KV heads; each has an engine. With `beside_others`, other connectors of a
+    MultiConnector may load tokens too.
 
     Attributes:
         load_policy: Decides how much of a hit is loaded.
@@ -389,6 +390,7 @@ class SchedulerConnector:
         layerwise_tokens: int = 0,
         media: MediaIdentity | None = None,
         tier_media: Mapping[str, Medium] | None = None,
+        beside_others: bool = False,
     ) -> None:
         self._config = config
         self._groups = tuple(groups)
@@ -417,7 +419,8 @@ class SchedulerConnector:
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
         self._new_loads: list[Job] = []
-        self._matched: set[str] = set()  # requests of `match` since the last step
+        self._beside_others = beside_others
+        self._matched: set[str] = set()  # beside others: requests of `match` since the last step
         self._pins = BlockPins(config.vllm.max_pinned_fraction)
         self._stores = StoreQueue(
             self._pins,
@@ -439,7 +442,7 @@ class SchedulerConnector:
     # Called through the connector's methods, whose names are in the comments.
 
     @classmethod
-    def of_vllm(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
+    def of_vllm(cls, vllm_config: Any, kv_cache_config: Any, *, beside_others: bool = False) -> Self:
         """Start the connector. Its lookup thread connects to the workers when they are ready.
 
         Raises:
@@ -478,6 +481,7 @@ class SchedulerConnector:
             layerwise_tokens=layerwise_tokens(config, vllm_config, one_group=one_group),
             media=MediaIdentity.of(vllm_config),
             tier_media={name: each.medium for name, each in capabilities.items()},
+            beside_others=beside_others,
         )
 
     def bind_cache_manager(self, manager: Any) -> None:
@@ -500,7 +504,8 @@ class SchedulerConnector:
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """get_num_new_matched_tokens: vLLM calls it any number of times for one request."""
         tracker = self._tracker(request)
-        self._matched.add(request.request_id)
+        if self._beside_others:
+            self._matched.add(request.request_id)
         tracker.local_found(local_tokens)
         self._deliver_answers()
         if self._may_be_unfilled(local_tokens):

@@ -656,6 +656,17 @@ def test_chunks_are_stored_in_the_step_that_completes_them():
     assert stored == [[], [(0, 8)], [(8, 24)], [(24, 32), (32, 36)][:1], [(32, 36)]]
 
 
+def test_a_request_whose_own_hit_ends_inside_of_a_block_is_stored():
+    """With recurrent states vLLM matches less than a block. The connector is given the whole blocks of the hit."""
+    bench = Bench()
+    request = bench.request(37)
+    bench.answer(request, MISS)
+    bench.scheduler.match(request, 8)
+    request.num_computed_tokens = 10
+
+    assert spans(bench.step((request, 22)).stores) == [(0, 32)]
+
+
 def test_a_job_has_a_part_for_each_group():
     bench = Bench(groups=2)
     request, load_of_both = load(bench, hit(2), num_tokens=36, local=0)
