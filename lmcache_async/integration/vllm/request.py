@@ -349,6 +349,10 @@ class RequestTracker:
         """Whether the first step after `local_found` has tokens that another connector of a MultiConnector loads."""
         return not self.is_loading and self._request.num_computed_tokens > self._local_tokens
 
+    def may_share_load(self, other: RequestTracker) -> bool:
+        """Whether vLLM may have found blocks here that it allocated in the same step for tokens that `other` loads."""
+        return self._local_tokens > other._local_tokens
+
     @property
     def hit_tiers(self) -> Mapping[str, int]:
         """Number of chunks of the hit by the id of the tier that has them."""

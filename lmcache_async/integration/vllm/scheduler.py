@@ -559,10 +559,16 @@ class SchedulerConnector:
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
         matched, self._matched = self._matched, set()
+        scheduled = [
+            self._trackers[name]
+            for name in matched & output.num_scheduled_tokens.keys() & self._trackers.keys()
+        ]
+        loaded = [each for each in scheduled if each.loaded_by_another]
+        for each in scheduled:
+            if each in loaded or any(map(each.may_share_load, loaded)):
+                each.stores = False  # if the load fails, that is known after these blocks are stored
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
-            if tracker is not None and request_id in matched and tracker.loaded_by_another:
-                tracker.stores = False  # if the load fails, that is known after these blocks are stored
             if tracker is not None and tracker.stores:
                 states: dict[int, dict[int, int]] = {}
                 if self._policy.has_states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,3 +100,20 @@ def test_kv_that_another_connector_failed_to_load_is_not_stored(simulator: Simul
     assert [simulator.cached_tokens[name][1] for name in ("computed", "loaded")] == [0, 12 * BLOCK]
     assert simulator.outputs["failed"] == simulator.outputs["computed"] == simulator.outputs["loaded"]
     assert set(simulator.finish_reasons.values()) == {"length"}
+
+
+def test_kv_that_another_request_should_have_loaded_in_the_same_step_is_not_stored(simulator: SimulatedVLLM):
+    """The second request finds the blocks of the first one in vLLM's cache before they are loaded."""
+    prompt = list(range(1, 12 * BLOCK + 5))
+
+    simulator.add("failed", prompt)
+    simulator.add("beside", prompt)
+    while simulator.busy:
+        simulator.step()
+        time.sleep(0.1)  # a store copies before the next step computes the blocks again
+    assert simulator.cached_tokens["beside"] == (12 * BLOCK, 0)
+    assert simulator.scheduler.reset_prefix_cache()
+    simulator.add("computed", prompt)
+    simulator.run()  # raises if wrong KV is loaded
+
+    assert simulator.outputs["failed"] == simulator.outputs["beside"] == simulator.outputs["computed"]
