@@ -1,4 +1,4 @@
-"""What the bundled tiers share: the open state, running calls, and batches of chunks."""
+"""Tests of the base class of the bundled tiers: open state, running calls, batches of chunks."""
 
 from __future__ import annotations
 
