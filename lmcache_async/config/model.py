@@ -339,11 +339,11 @@ class VLLMConfig(Section):
     """Largest fraction of the arena that lookups may pin, and of vLLM's blocks that stores may hold until
     they are copied; above 0 and at most 1."""
     layerwise_load: Literal["auto", "always", "never"] = "auto"
-    """Whether hits in host memory are loaded during the step that uses them, layer by layer; auto does so
-    if the model runs on a CPU."""
+    """Whether the model's thread awaits loads from host memory: layer by layer in the step that uses them, or,
+    with several KV groups, in a step that computes nothing. auto does so if the model runs on a CPU."""
     layerwise_max_tokens: Count = 16384
-    """Longest hit that is loaded layer by layer, because the whole batch waits for it; longer ones are
-    loaded before the request joins a batch."""
+    """Longest hit whose load the model's thread awaits, in tokens; longer ones are loaded before the request
+    joins a batch, beside other steps."""
     load_policy: Literal["auto", "always"] = "auto"
     """auto loads the part of a hit that is loaded faster than computed, by measured times; always loads
     all."""

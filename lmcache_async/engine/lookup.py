@@ -37,10 +37,10 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class FirstPresent:
-    """Position of the first stored run of keys, and whether some of it is pinned in host memory."""
+    """Position of the first stored run of keys, and how many of its chunks are pinned in host memory."""
 
     position: int
-    pinned: bool
+    pinned: int
 
 
 class Pins:
@@ -142,7 +142,7 @@ class Lookups:
             return None
         position, tiers = found
         pinned = await self._pin(runs[position], tiers, lookup_id) if lookup_id is not None else 0
-        return FirstPresent(position, pinned=pinned > 0)
+        return FirstPresent(position, pinned)
 
     async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
         """Query the first run alone, because it is often the one, and then all others at the same time."""

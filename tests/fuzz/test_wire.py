@@ -74,7 +74,7 @@ good = st.sampled_from(
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},
         {"id": 1, **asdict(IDENTITY)},
-        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "first": -1, "first_pinned": False},
+        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "first": -1, "first_pinned": 0},
         {"op": "goodbye"},
     ]
 )
@@ -193,7 +193,7 @@ def check_still_serving(path: Path) -> None:
         "tiers": {"cpu": 3},
         "costs": b"",
         "first": -1,
-        "first_pinned": False,
+        "first_pinned": 0,
     }
 
 

@@ -56,7 +56,7 @@ class Rank:
     async def call(self, message: dict[str, object]) -> dict[str, object]:
         self.messages += 1
         if message["op"] == "first":
-            return {"first": self._first(message["keys"], message["counts"]), "first_pinned": False}
+            return {"first": self._first(message["keys"], message["counts"]), "first_pinned": 0}
         keys, tail = unpack_keys(message["keys"]), unpack_keys(message["tail"])  # type: ignore[arg-type]
         count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
         first = boundary = -1
@@ -69,9 +69,9 @@ class Rank:
             "tiers": {},
             "costs": self.costs,
             "first": first,
-            "first_pinned": False,
+            "first_pinned": 0,
             "boundary": boundary,
-            "boundary_pinned": False,
+            "boundary_pinned": 0,
         }
 
     def _first(self, packed: object, counts: object) -> int:

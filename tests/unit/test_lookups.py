@@ -58,9 +58,9 @@ async def test_no_more_is_pinned_than_there_is_room_for():
         second = await engine.lookup_keys(keys, lookup_id="b")
 
         assert (first.count, first.pinned, second.count, second.pinned) == (3, 3, 5, 1)
-        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=False)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=0)
         engine.unpin("a")
-        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=True)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=1)
 
 
 @pytest.mark.parametrize(("tokens", "found"), [(TOKENS, 2), (OTHERS, 0)])
@@ -87,7 +87,7 @@ async def test_chunks_in_a_slower_tier_only_are_found_but_not_pinned():
 
         assert (result.count, result.pinned, dict(result.by_tier)) == (5, 3, {"cpu": 3, "dict": 2})
         assert engine.statistics().pinned_chunks == 3
-        assert await engine.first_present(alone(keys[1:]), lookup_id="b") == FirstPresent(0, pinned=False)
+        assert await engine.first_present(alone(keys[1:]), lookup_id="b") == FirstPresent(0, pinned=0)
         assert engine.statistics().pinned_chunks == 3
 
 
@@ -98,10 +98,10 @@ async def test_first_present_is_the_first_that_any_tier_has():
         keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
         await tiers_of(engine)[0].remove(keys[0])
 
-        assert await engine.first_present(alone([*strangers, *keys])) == FirstPresent(5, pinned=False)
-        assert await engine.first_present(alone([strangers[0], *keys[1:]])) == FirstPresent(1, pinned=False)
+        assert await engine.first_present(alone([*strangers, *keys])) == FirstPresent(5, pinned=0)
+        assert await engine.first_present(alone([strangers[0], *keys[1:]])) == FirstPresent(1, pinned=0)
         assert await engine.first_present(alone([strangers[0], *keys[1:]]), lookup_id="a") == FirstPresent(
-            1, pinned=True
+            1, pinned=1
         )
         assert await engine.first_present(alone(strangers), lookup_id="a") is None
         assert await engine.first_present([], lookup_id="a") is None
@@ -118,7 +118,7 @@ async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
         await engine.lookup_keys(keys, lookup_id="a")
 
         assert await engine.first_present(alone(keys_of(engine, tail)), lookup_id="a") == FirstPresent(
-            0, pinned=True
+            0, pinned=1
         )
         assert engine.statistics().pinned_chunks == 6
         assert await store(rig, engine, OTHERS) == 0  # pinned chunks may not be evicted for these
@@ -136,7 +136,7 @@ async def test_a_run_of_keys_is_present_only_if_all_of_it_is():
         await tiers_of(engine)[0].remove(keys[1])
         runs = [[strangers[0], keys[0]], [keys[0], strangers[0]], keys[:3], keys[3:]]
 
-        assert await engine.first_present(runs, lookup_id="a") == FirstPresent(2, pinned=True)
+        assert await engine.first_present(runs, lookup_id="a") == FirstPresent(2, pinned=2)
         assert engine.statistics().pinned_chunks == 2  # the third is in the slower tier only
         assert await engine.first_present(runs[:2], lookup_id="a") is None
         engine.unpin("a")
@@ -163,5 +163,5 @@ async def test_all_runs_but_the_first_are_queried_at_the_same_time():
         keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
         await tiers_of(engine)[0].remove(keys[0])
 
-        assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, pinned=False)
+        assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, pinned=0)
         assert made.tier.most == 4

@@ -86,12 +86,11 @@ def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
     return load_config(extra=extra_config).vllm.layerwise_load == "always"
 
 
-def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool = True) -> int:
-    """Longest hit that is loaded by the step that uses it; 0 for none.
+def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
+    """Longest hit in host memory whose load the model's thread awaits, in a step that uses it or computes nothing.
 
-    Blocks of such a load are in vLLM's prefix cache before they are filled. If the load fails, no other request may
-    have used them. That holds if the end of a step is known before the next one is planned, and if vLLM lets us report
-    single blocks as failed, which it does not for a model with several KV groups.
+    0 for none. Steps that overlap are not held up: a step that computes nothing may follow one that computes, and blocks
+    of a load by the step that uses them are in vLLM's prefix cache before they are filled.
     """
     wanted = config.vllm.layerwise_load
     overlapping = (
@@ -104,7 +103,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, *, one_group: bool 
             "start vLLM with --no-async-scheduling"
         )
     on = wanted == "always" or (wanted == "auto" and vllm_config.device_config.device_type == "cpu")
-    return config.vllm.layerwise_max_tokens if on and one_group and not overlapping else 0
+    return config.vllm.layerwise_max_tokens if on and not overlapping else 0
 
 
 def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:

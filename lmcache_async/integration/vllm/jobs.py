@@ -223,11 +223,15 @@ class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler connector to every worker connector, once per step.
 
-    `plans` are load decisions for the status page. The workers report the end of the step if it has a number.
+    Attributes:
+        awaited: Loads, by job, whose end the workers await before they end the step, because it computes nothing.
+        plans: Load decisions for the status page.
+        step: Number of the step; the workers report its end. 0 for none.
     """
 
     loads: tuple[Job, ...] = ()
     stores: tuple[Job, ...] = ()
+    awaited: tuple[int, ...] = ()
     plans: tuple[RequestPlan, ...] = ()
     step: int = 0
 

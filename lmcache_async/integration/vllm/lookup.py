@@ -36,7 +36,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from lmcache_async.integration.vllm.groups import KVGroup
     from lmcache_async.integration.vllm.keys import Promise, RequestKeys
@@ -711,11 +711,10 @@ class Query:
             answer = await self._prefix(keys, lookup, ends)
         else:
             full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
-            answer = Answer(chunks=full, partial_tokens=rest)
+            answer = Answer(chunks=full, partial_tokens=rest, resident=True)
         if not self._bounded or answer.boundary is not None:
             return answer
-        boundary, pinned = await self._boundary(keys, lookup, answer)
-        return replace(answer, boundary=boundary, pinned=answer.pinned or pinned, resident=False)
+        return await self._with_boundary(keys, lookup, answer)
 
     async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
         """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned."""
@@ -731,27 +730,28 @@ class Query:
             tokens = min(tokens, (lookup.num_tokens - 1) // unit * unit)
         return answer.hit_tokens(chunk_size) >= tokens
 
-    async def _boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> tuple[int, bool]:
-        """The longest part of a stored prefix after which every group can continue (0 for none), and whether it is pinned."""
+    async def _with_boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> Answer:
+        """Add the longest part of a stored prefix after which every group can continue; 0 for none."""
         left = self._candidates(keys, lookup, answer.hit_tokens(keys.identity.chunk_size))
-        asked, pinned = FIRST_BOUNDARIES, False
+        asked, pinned = FIRST_BOUNDARIES, answer.pinned
         while left:
             some, left = left[:asked], left[asked:]
             while some:
                 runs = self._boundary_keys(keys, some)
                 messages = [_first_message(lookup.lookup_id, each) for each in runs]
                 replies = await _ask_all(self.ranks, messages)
-                if replies is None:
-                    return 0, True  # the ranks that did answer may hold leases
-                pinned = pinned or any(_flag(reply, "first_pinned") for reply in replies)
-                firsts = [_number(reply, "first", -1, len(some) - 1) for reply in replies]
-                if min(firsts) < 0:
+                if replies is None:  # the ranks that did answer may hold leases
+                    return replace(answer, boundary=0, pinned=True)
+                found = [_First.of(reply, _lengths(each)) for reply, each in zip(replies, runs, strict=True)]
+                pinned = pinned or any(each.pinned for each in found)
+                positions = {each.position for each in found}
+                if min(positions) < 0:
                     break
-                if len(set(firsts)) == 1:
-                    return some[firsts[0]], pinned
-                some = some[max(firsts) :]  # the ranks differ: one of them has nothing longer
+                if len(positions) == 1:
+                    return _at_boundary(replace(answer, pinned=pinned), some[positions.pop()], found)
+                some = some[max(positions) :]  # the ranks differ: one of them has nothing longer
             asked *= 4
-        return 0, pinned
+        return replace(answer, boundary=0, pinned=pinned)
 
     def _candidates(self, keys: RequestKeys, lookup: Lookup, num_tokens: int) -> list[int]:
         """Positions in the first `num_tokens` tokens where a boundary may be stored, longest first.
@@ -797,9 +797,9 @@ class Query:
             }
             for rank in range(len(self.ranks))
         ]
-        if boundaries:
-            for message, runs in zip(messages, self._boundary_keys(keys, boundaries), strict=True):
-                message |= {"boundary_keys": b"".join(runs), "boundary_counts": _pack_counts_of(runs)}
+        boundary_keys = self._boundary_keys(keys, boundaries) if boundaries else []
+        for message, runs in zip(messages, boundary_keys, strict=False):
+            message |= {"boundary_keys": b"".join(runs), "boundary_counts": pack_counts(_lengths(runs))}
         replies = await _ask_all(self.ranks, messages)
         if replies is None:
             return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
@@ -812,27 +812,35 @@ class Query:
             candidates = ends if hit == chunks else keys.hole_candidates(hit)
             asked = await self._first_partial(keys, lookup, candidates)
             end_replies, failed = asked or [], asked is None
-        partial = _agreed(candidates, _firsts(end_replies, candidates))
+        ends_found = [
+            _First.of(reply, [records] * len(each))
+            for reply, each in zip(end_replies, candidates, strict=False)
+        ]
+        partial = _agreed(candidates, [each.position for each in ends_found])
         costs = [
             unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)
         ]
-        partial_held = [_flag(reply, "first_pinned") for reply in end_replies]
-        boundary, boundary_held = _agreed_boundary(replies, boundaries) if boundaries else (None, False)
+        boundaries_found = [
+            _First.of(reply, _lengths(runs), "boundary")
+            for reply, runs in zip(replies, boundary_keys, strict=False)
+        ]
         answer = Answer(
             chunks=hit,
             partial_tokens=len(partial[0].tokens) if partial else 0,
             partial_keys=tuple(chunk.key for chunk in partial),
             partial_text=partial[0].extra if partial else "",
             tiers=_tiers(replies[0]),
-            pinned=any(held) or any(partial_held) or boundary_held or failed,
-            resident=not (self._bounded or self._further)
-            and all(count == number for count, number in zip(counts, held, strict=True))
-            and (not partial or all(partial_held)),
+            pinned=any(held) or any(each.pinned for each in (*ends_found, *boundaries_found)) or failed,
+            resident=counts == held and (not partial or all(each.resident for each in ends_found)),
             costs=slowest([_by_chunk(each, records) for each in costs], hit),
         )
-        if boundary is None or boundary > answer.hit_tokens(keys.identity.chunk_size):
+        positions = {each.position for each in boundaries_found}
+        if len(positions) != 1 or min(positions) < 0:
             return answer
-        return replace(answer, boundary=boundary)
+        boundary = boundaries[positions.pop()]
+        if boundary > answer.hit_tokens(keys.identity.chunk_size):
+            return answer
+        return _at_boundary(answer, boundary, boundaries_found)
 
     async def _first_partial(
         self, keys: RequestKeys, lookup: Lookup, candidates: Sequence[Sequence[Chunk]]
@@ -864,19 +872,41 @@ def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
         "op": "first",
         "lookup_id": lookup_id,
         "keys": b"".join(runs),
-        "counts": _pack_counts_of(runs),
+        "counts": pack_counts(_lengths(runs)),
     }
 
 
-def _pack_counts_of(runs: Sequence[bytes]) -> bytes:
-    return pack_counts([len(run) // KEY_BYTES for run in runs])
+def _lengths(runs: Sequence[bytes]) -> list[int]:
+    return [len(run) // KEY_BYTES for run in runs]
 
 
-def _agreed_boundary(replies: Sequence[Message], boundaries: Sequence[int]) -> tuple[int | None, bool]:
-    """The longest of these boundaries that is stored, None if the ranks differ or have none; and whether one is pinned."""
-    firsts = {_number(reply, "boundary", -1, len(boundaries) - 1) for reply in replies}
-    pinned = any(_flag(reply, "boundary_pinned") for reply in replies)
-    return boundaries[firsts.pop()] if len(firsts) == 1 and min(firsts) >= 0 else None, pinned
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first of several runs of keys that a rank has.
+
+    Attributes:
+        position: -1 for none.
+        pinned: Some records of the run are pinned in host memory.
+        resident: All of them are.
+    """
+
+    position: int
+    pinned: bool
+    resident: bool
+
+    @classmethod
+    def of(cls, reply: Message, lengths: Sequence[int], name: str = "first") -> _First:
+        position = _number(reply, name, -1, len(lengths) - 1)
+        length = lengths[position] if position >= 0 else 0
+        pinned = _number(reply, f"{name}_pinned", 0, length)
+        return cls(position, pinned > 0, pinned == length)
+
+
+def _at_boundary(answer: Answer, boundary: int, found: Iterable[_First]) -> Answer:
+    """The answer for a boundary that every rank has found."""
+    return replace(
+        answer, boundary=boundary, resident=answer.resident and all(each.resident for each in found)
+    )
 
 
 def _by_chunk(costs: Costs, records: int) -> Costs:
@@ -902,26 +932,10 @@ async def _ask_all(ranks: Sequence[RankConnection], messages: Sequence[Message])
     return answered if len(answered) == len(replies) else None
 
 
-def _firsts(replies: Sequence[Message], candidates: Sequence[Sequence[Chunk]]) -> list[int]:
-    if not replies:
-        return []
-    return [
-        _number(reply, "first", -1, len(chunks) - 1)
-        for reply, chunks in zip(replies, candidates, strict=True)
-    ]
-
-
 def _number(reply: Message, name: str, least: int, most: int) -> int:
     value = reply.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"a rank answered {name}={value!r:.40}, expected {least} to {most}")
-    return value
-
-
-def _flag(reply: Message, name: str) -> bool:
-    value = reply.get(name)
-    if not isinstance(value, bool):
-        raise ValueError(f"a rank answered {name}={value!r:.40}, expected true or false")  # noqa: TRY004
     return value
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
@@ -482,7 +482,7 @@ class LookupServer:
     async def _first(self, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
         found = await self._engine.first_present(runs, lookup_id=lookup_id) if runs else None
         if found is None:
-            return {"first": -1, "first_pinned": False}
+            return {"first": -1, "first_pinned": 0}
         return {"first": found.position, "first_pinned": found.pinned}
 
     def _claim(self, message: Message) -> str | None:

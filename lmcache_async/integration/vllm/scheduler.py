@@ -13,9 +13,9 @@ from vllm.v1.request import RequestStatus
 from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
+    awaited_tokens,
     engine_config,
     head_shards,
-    layerwise_tokens,
     roles_of,
     uses_tcp,
 )
@@ -387,7 +387,7 @@ class SchedulerConnector:
         world_size: int,
         roles: Roles,
         client: LookupClient,
-        layerwise_tokens: int = 0,
+        awaited_tokens: int = 0,
         media: MediaIdentity | None = None,
         tier_media: Mapping[str, Medium] | None = None,
         beside_others: bool = False,
@@ -411,7 +411,8 @@ class SchedulerConnector:
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,
             wait_for_producer_s=config.vllm.wait_for_producer_s,
-            layerwise_tokens=layerwise_tokens,
+            # vLLM lets us report single blocks as failed only if there is one group of full attention.
+            layerwise_tokens=awaited_tokens if len(groups) == 1 and groups[0].is_full else 0,
             decide=self.load_policy.decide,
         )
         self.tier_media = tier_media or {}
@@ -419,6 +420,8 @@ class SchedulerConnector:
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
         self._new_loads: list[Job] = []
+        self._awaited_tokens = awaited_tokens
+        self._awaited: list[int] = []  # new loads from host memory, by job
         self._beside_others = beside_others
         self._matched: set[str] = set()  # beside others: requests of `match` since the last step
         self._pins = BlockPins(config.vllm.max_pinned_fraction)
@@ -478,7 +481,7 @@ class SchedulerConnector:
             world_size=world_size,
             roles=roles_of(transfer, config),
             client=client,
-            layerwise_tokens=layerwise_tokens(config, vllm_config, one_group=one_group),
+            awaited_tokens=awaited_tokens(config, vllm_config),
             media=MediaIdentity.of(vllm_config),
             tier_media={name: each.medium for name, each in capabilities.items()},
             beside_others=beside_others,
@@ -583,11 +586,14 @@ class SchedulerConnector:
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
-        return StepMetadata(loads=self.take_loads(), stores=stores, plans=plans, step=step)
+        awaited = () if output.total_num_scheduled_tokens else tuple(self._awaited)
+        return StepMetadata(self.take_loads(), stores, awaited, plans, step)
 
     def take_loads(self) -> tuple[Job, ...]:
         """Loads planned since the last step. They must reach the workers even if planning the step fails."""
-        loads, self._new_loads = tuple(self._new_loads), []
+        loads = tuple(self._new_loads)
+        self._new_loads.clear()
+        self._awaited.clear()
         return loads
 
     def update(self, output: Any) -> None:
@@ -781,6 +787,9 @@ class SchedulerConnector:
             chunk_size=self._policy.chunk_size,
         )
         self._new_loads.append(job)
+        resident = span.answer is not None and span.answer.resident
+        if resident and not span.layerwise and span.hit - span.local <= self._awaited_tokens:
+            self._awaited.append(job.job_id)
         self._loads[tracker.request_id] = _Load(tracker, job, span.local)
         self.metrics.load_planned()
 

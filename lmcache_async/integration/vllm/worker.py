@@ -48,7 +48,7 @@ from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -67,6 +67,9 @@ logger = LimitedLogger(logging.getLogger(__name__))
 BEGIN_S = 0.5
 """Deadline for a layer-wise load to start copying, because the whole batch waits for it. Chunks in host memory wait
 for nothing, so only an event loop or copy threads that are held up take this long."""
+
+IDLE_S = 0.5
+"""Longest wait for loads from host memory in a step that computes nothing. They go on afterwards."""
 
 STATS_INTERVAL_S = 0.5
 """Shortest time between two collections of the engine's metrics."""
@@ -110,7 +113,7 @@ class Transfers:
         self._leading = leading_group(groups).index
         self._by_block = len(groups) == 1 and groups[0].is_full
         self._epoch = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._finished: set[str] = set()
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -171,6 +174,11 @@ class Transfers:
         self._load_ended(job, ())
         with self._lock:
             self._failed_blocks.update(job.touched_blocks())
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> None:
+        """Block until these loads have ended."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._loading.isdisjoint(jobs), timeout_s)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended since the last call."""
@@ -307,6 +315,7 @@ class Transfers:
                 self._failed_blocks |= failed
             elif failed:
                 self._failed_requests.add(job.request_id)
+            self._lock.notify_all()
 
     def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
         """No load of these runs any more: report those that were not reported, and end their progress."""
@@ -752,6 +761,7 @@ class WorkerConnector:
         )  # engines in which a request's load has ended, until it has in all
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
+        self._awaited: Collection[int] = ()
         self._step = 0
 
     @classmethod
@@ -794,6 +804,7 @@ class WorkerConnector:
     def begin_step(self, metadata: StepMetadata) -> None:
         """bind_connector_metadata."""
         self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
+        self._awaited = metadata.awaited
         for engine in self.engines:
             engine.transfers.report_plans(metadata.plans)
         if self.engines[0].loads_early:
@@ -817,8 +828,16 @@ class WorkerConnector:
             engine.transfers.store(stores)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended in all engines since the last call."""
+        """Requests whose loads have ended in all engines since the last call.
+
+        In a step that computes nothing, wait for loads from host memory: otherwise vLLM learns of their end a step
+        later, and its thread contends with the event loop for Python's lock meanwhile.
+        """
+        awaited, self._awaited = self._awaited, ()
+        deadline = time.monotonic() + IDLE_S
         for engine in self.engines:
+            if awaited:
+                engine.transfers.wait(awaited, max(0.0, deadline - time.monotonic()))
             self._ended.update(engine.transfers.take_finished())
         finished = {name for name, count in self._ended.items() if count == len(self.engines)}
         for name in finished:

@@ -31,7 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import connector as module
-from lmcache_async.integration.vllm.config import layerwise_tokens
+from lmcache_async.integration.vllm.config import awaited_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.events import hit_sources
 from lmcache_async.integration.vllm.jobs import StepMetadata
@@ -191,7 +191,7 @@ def test_layers_are_awaited_only_where_a_steps_end_is_known_before_the_next_one(
     config.device_config.device_type = device
     ours = load_config(env={}, extra={"vllm.layerwise_load": wanted, "vllm.layerwise_max_tokens": 100})
 
-    assert layerwise_tokens(ours, config) == tokens
+    assert awaited_tokens(ours, config) == tokens
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])

@@ -57,7 +57,9 @@ class KeySet:
 
     async def first_present(self, runs, *, lookup_id=None):
         position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
-        return None if position is None else FirstPresent(position, pinned=self.partial_in_memory)
+        if position is None:
+            return None
+        return FirstPresent(position, len(runs[position]) if self.partial_in_memory else 0)
 
     def unpin(self, lookup_id):
         self.pins[lookup_id] -= 1
@@ -520,7 +522,24 @@ def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(w
     answer = windows.ask(tokens)
 
     assert (answer.chunks, answer.boundary, answer.hit_tokens(CHUNK)) == (10, 5 * CHUNK, 5 * CHUNK)
-    assert not answer.resident
+
+
+@pytest.mark.parametrize("boundary", [10 * CHUNK - 4, 5 * CHUNK], ids=["at the end", "before the end"])
+@pytest.mark.parametrize("where", ["in memory", "prefix not", "boundary not"])
+def test_a_hit_is_resident_if_every_group_is_in_memory_on_every_rank(
+    windows: Ranks, where: str, boundary: int
+):
+    windows.serve_all()
+    windows.engines[1].in_memory = where != "prefix not"
+    windows.engines[1].partial_in_memory = where != "boundary not"
+    tokens = list(range(10 * CHUNK))
+    for rank in (0, 1):
+        windows.hold(rank, tokens)
+        windows.hold_boundary(rank, tokens, boundary)
+
+    answer = windows.ask(tokens)
+
+    assert (answer.boundary, answer.resident) == (boundary, where == "in memory")
 
 
 def test_leases_of_a_boundary_are_released(windows: Ranks):

@@ -97,7 +97,7 @@ class Bench:
         *,
         num_blocks: int = 1001,
         roles: Roles | None = None,
-        layerwise_tokens: int = 0,
+        awaited_tokens: int = 0,
         groups: int = 1,
         states: int = 0,
         **options: Any,
@@ -114,7 +114,7 @@ class Bench:
             world_size=RANKS,
             roles=roles or Roles(),
             client=self.client,
-            layerwise_tokens=layerwise_tokens,
+            awaited_tokens=awaited_tokens,
         )
         self.evicted: set[int] = set()
         self.blocks: dict[str, list[Any]] = {}
@@ -545,7 +545,7 @@ def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int
 
 
 def test_hits_in_host_memory_are_loaded_by_the_step_that_uses_them():
-    bench = Bench(layerwise_tokens=24)
+    bench = Bench(awaited_tokens=24)
     request, job = layerwise(bench)
 
     assert job.layerwise
@@ -561,17 +561,45 @@ def test_hits_in_host_memory_are_loaded_by_the_step_that_uses_them():
     ids=["too long", "nothing left to compute", "not in memory"],
 )
 def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens: int, resident: bool):
-    bench = Bench(layerwise_tokens=24)
+    bench = Bench(awaited_tokens=24)
     request = bench.request(num_tokens)
     bench.answer(request, hit(chunks, resident=resident))
 
     assert bench.scheduler.match(request, 0) == (chunks * CHUNK, True)
     bench.allocate(request, chunks * CHUNK, num_tokens)
-    assert [job.layerwise for job in bench.idle().loads] == [False]
+    step = bench.idle()
+    assert [job.layerwise for job in step.loads] == [False]
+    assert len(step.awaited) == (resident and chunks == 3)
+
+
+def hit_in_memory(bench: Bench) -> None:
+    request = bench.request(37)
+    bench.answer(request, hit(3, resident=True))
+    assert bench.scheduler.match(request, 0) == (24, True)
+    bench.allocate(request, 24, 37)
+
+
+def test_with_several_groups_an_idle_step_awaits_hits_in_host_memory():
+    bench = Bench(awaited_tokens=24, groups=2)
+    hit_in_memory(bench)
+
+    step = bench.idle()
+    assert [(job.job_id, job.layerwise) for job in step.loads] == [(step.awaited[0], False)]
+    assert bench.idle().awaited == ()
+
+
+def test_a_step_that_computes_awaits_no_load():
+    bench = Bench(awaited_tokens=24, groups=2)
+    other = bench.request(20)
+    bench.answer(other, MISS)
+    hit_in_memory(bench)
+
+    step = bench.step((other, 20))
+    assert (len(step.loads), step.awaited) == (1, ())
 
 
 def test_blocks_to_be_filled_by_a_step_are_not_shared():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     other = bench.request(40, params={"skip_load": True})
     layerwise(bench, local=8)
 
@@ -582,7 +610,7 @@ def test_blocks_to_be_filled_by_a_step_are_not_shared():
 
 
 def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     request, job = layerwise(bench)
     ids = [block.block_id for block in bench.blocks[request.request_id]]
 
@@ -595,7 +623,7 @@ def test_blocks_of_a_layerwise_load_that_failed_leave_vllms_prefix_cache():
 
 
 def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     request, job = layerwise(bench)
     request.status = RequestStatus.FINISHED_ABORTED
     bench.finish(request)
@@ -608,7 +636,7 @@ def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either
 
 
 def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     request, _ = layerwise(bench)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     bench.finish(request)
@@ -618,7 +646,7 @@ def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
 
 
 def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     request = bench.request(37)
     bench.answer(request, hit(3, resident=True))
     bench.allocate(request, bench.scheduler.match(request, 0)[0], 37)
@@ -631,7 +659,7 @@ def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
 
 
 def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
-    bench = Bench(layerwise_tokens=100)
+    bench = Bench(awaited_tokens=100)
     request = bench.request(30)
     bench.answer(request, hit(2, resident=True))
     bench.scheduler.match(request, 4)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,36 @@ def test_a_load_gives_the_engine_its_ranks_chunks_and_ends_once(worker: Worker, 
     assert [rows.tolist() for rows in request.rows] == [[10, 11], [12, 13], [14]]
     assert request.request_namespace == "tenant"
     assert worker.take_finished() == set()
+
+
+def test_a_load_that_a_step_awaits_has_ended_when_the_step_ends(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_module, "IDLE_S", 60.0)
+    worker.engine.gate.clear()
+    transfers = worker.rank.transfers
+    wait = transfers.wait
+
+    def open_gate_and_wait(jobs: Collection[int], timeout_s: float) -> None:
+        worker.engine.gate.set()
+        wait(jobs, timeout_s)
+
+    monkeypatch.setattr(transfers, "wait", open_gate_and_wait)
+    worker.begin_step(StepMetadata(loads=(job(),), awaited=(1,)))
+
+    assert worker.take_finished() == {"r1"}
+
+
+def test_an_awaited_load_that_takes_too_long_ends_in_a_later_step(
+    worker: Worker, until: Until, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_module, "IDLE_S", 0.0)
+    worker.engine.gate.clear()
+    worker.begin_step(StepMetadata(loads=(job(),), awaited=(1,)))
+    assert worker.take_finished() == set()
+
+    worker.engine.gate.set()
+    assert finished(worker, until) == (["r1"], set())
 
 
 def test_blocks_beyond_the_hit_are_reported_no_later_than_the_end(worker: Worker, until: Until):
