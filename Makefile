@@ -89,7 +89,7 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/torch-cpu.txt requirements
 	@touch $@
 else
 # pip has resolved numpy and pydantic with vLLM, so only the missing packages are installed.
-PACKAGE_REQUIREMENTS := aiofiles msgpack pydantic-settings uvloop xxhash
+PACKAGE_REQUIREMENTS := aiofiles msgpack uvloop xxhash
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 	@echo "== vLLM and torch, CUDA builds: several minutes"
 	$(PIP) install -r requirements/vllm-gpu.txt

@@ -1,8 +1,4 @@
-"""Sources of settings: the YAML file, mappings and environment variables, merged by precedence.
-
-Variables are read by pydantic-settings. Its YAML source is not used, because it has neither the line of a key nor
-limits of size, depth and aliases.
-"""
+"""Sources of settings: the YAML file, mappings and environment variables, merged by precedence."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from lmcache_async.config.files import MAX_YAML_BYTES, YAMLTextError, read_bounded, read_yaml
 from lmcache_async.config.model import EngineConfig
@@ -102,29 +97,14 @@ def mapping_settings(
             yield Setting(path, one, place, rank)
 
 
-def variable_settings(env: Mapping[str, str], problems: list[str]) -> list[Setting]:
-    """Return the settings of the `LMCACHE_ASYNC_*` variables. Empty variables are ignored."""
-    variables: dict[KeyPath, str] = {
-        tuple(key.lower().split("__")): name
-        for name, value in sorted(env.items())
-        if name.startswith(PREFIX)
-        and (key := name.removeprefix(PREFIX)) not in {CONFIG_FILE, TOKEN}
-        and value.strip()
-        and not is_service_link(key, value)
-    }
-    if not variables:
-        return []  # pydantic-settings would take milliseconds to find nothing
-    known = {path: name for path, name in variables.items() if _is_variable_of_key(path)}
-    source = EnvSettingsSource(_VariableNames)
-    source.env_vars = {name.lower(): env[name] for name in known.values()}
-    others = {spell_path(path): env[name] for path, name in variables.items() if path not in known}
-    dotted: dict[KeyPath, str] = {(spell_path(path),): name for path, name in variables.items()}
-    place_of = Origin("environment", variables | dotted).place
-    return [
-        setting
-        for content in (others, source())
-        for setting in mapping_settings(content, place_of, Rank.VARIABLE, problems)
-    ]
+def variable_settings(env: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
+    """Yield the settings of the `LMCACHE_ASYNC_*` variables. Empty variables are ignored."""
+    for name, value in sorted(env.items()):
+        key = name.removeprefix(PREFIX)
+        is_ours = name.startswith(PREFIX) and key not in {CONFIG_FILE, TOKEN}
+        if is_ours and value.strip() and not is_service_link(key, value):
+            content = {key.lower().replace("__", "."): value}
+            yield from mapping_settings(content, Origin(name).place, Rank.VARIABLE, problems)
 
 
 def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator[Setting]:
@@ -179,16 +159,3 @@ def read_file(path: Path, problems: list[str], named_by: str = "") -> tuple[dict
         problems.append(f"{path}, line {line}: {spell_path(key)} is given twice, first on line {first}")
     places = {key: f"{path}, line {line}" for key, line in lines.lines.items()}
     return {str(key): value for key, value in (content or {}).items()}, Origin(str(path), places)
-
-
-class _VariableNames(EngineConfig, BaseSettings):
-    """The keys of the configuration with the names of their variables, whose texts are decoded by validation."""
-
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, defer_build=True
-    )
-
-
-def _is_variable_of_key(path: KeyPath) -> bool:
-    """Whether pydantic-settings reads the variable. It ignores unknown ones, and a section's own beside its keys'."""
-    return path[0] in EngineConfig.model_fields and (path[0] in SECTIONS) == (len(path) > 1)

@@ -21,7 +21,7 @@ from pathlib import Path
 LIBRARIES = (
     "torch",
     "numpy",
-    "pydantic_settings",
+    "pydantic",
     "aiofiles",
     "msgpack",
     "uvloop",
