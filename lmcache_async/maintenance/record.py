@@ -10,7 +10,7 @@ from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableEr
 from lmcache_async.maintenance.concurrency import Meter, for_each
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, encrypted_text, fields_of
 from lmcache_async.memory.buffer import PAGE
-from lmcache_async.memory.encryption import RecordCipher, check_encrypted, envelope_key_id, is_encrypted
+from lmcache_async.memory.encryption import RecordCipher, envelope_key_id, is_encrypted
 from lmcache_async.memory.header import RecordHeader, peek_sizes, read_header
 from lmcache_async.memory.record import prove
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
@@ -138,9 +138,9 @@ def _decrypt(
         if len(record) == record_bytes:
             break
     view = memoryview(record)
-    check_encrypted(view)
+    prove([view], key=key)
     cipher.decrypt(view, view, key)
-    prove(iter([view]), key=key)
+    prove([view], key=key)
     return read_header(view)
 
 

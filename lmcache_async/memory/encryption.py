@@ -114,22 +114,6 @@ class RecordCipher:
             raise ChunkCorruptError(message, cause="tag") from None
 
 
-def check_encrypted(record: memoryview) -> None:
-    """Check length and checksum of an encrypted record, without its key.
-
-    Raises:
-        ChunkCorruptError: The record is incomplete or changed.
-    """
-    _, record_bytes = peek_sizes(record)
-    checksum = envelope_checksum(record)
-    if len(record) != record_bytes:
-        raise ChunkCorruptError(
-            f"the record has {len(record)} bytes, its envelope says {record_bytes}", cause="length"
-        )
-    if xxhash.xxh3_128_digest(record[ENVELOPE_BYTES:]) != checksum:
-        raise ChunkCorruptError("the checksum of the encrypted record is wrong", cause="checksum")
-
-
 def is_encrypted(first_page: memoryview) -> bool:
     """Return whether a record is encrypted, from its first 4096 bytes."""
     return bool(_ENVELOPE.unpack_from(first_page)[1] & ENCRYPTED)
