@@ -30,18 +30,6 @@ def test_the_page_of_the_configuration_is_up_to_date():
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_option_of_help_is_on_the_page(invoke, path):
-    text = cli_page.PAGE.read_text(encoding="utf-8")
-    [section] = re.findall(rf"^## {' '.join(path)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    shown = invoke(*path, "--help")
-
-    assert shown.exit_code == 0
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.stdout)) - {"--help"} <= set(
-        re.findall(r"`(--[a-z-]+)`", section)
-    )
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_command_has_help_and_refuses_unknown_options(invoke, path):
     assert COMMANDS[path].help
 

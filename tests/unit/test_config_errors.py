@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lmcache_async.config import EngineConfig, Flag, Size, load_config, validate_options
+from lmcache_async.config import Flag, Size, load_config, validate_options
 from lmcache_async.errors import ConfigError
 
 EXTRA = "kv_connector_extra_config"
@@ -167,26 +165,6 @@ def test_a_secret_is_not_shown(value):
 def test_a_long_value_is_cut():
     assert message(extra={"chunk_size": "x" * 1000}).startswith(f"{EXTRA}: chunk_size is 'xxx")
     assert len(message(extra={"chunk_size": "x" * 1000})) < 250
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-keys = st.sampled_from([*EngineConfig.model_fields, "arena.max_bytes", "store.stages", "vllm.socket_dir"])
-
-
-@given(st.dictionaries(keys | st.text(max_size=12), json_values, max_size=4))
-def test_any_mapping_gives_a_config_or_a_config_error(extra):
-    extra.pop("config_file", None)
-
-    try:
-        answer: object = load_config(env={}, extra=extra)
-    except ConfigError as error:
-        answer = str(error)
-
-    assert isinstance(answer, EngineConfig) or EXTRA in str(answer)
 
 
 class DiskOptions(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import trace
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("lmcache_async", "plugins", "stages")
-ERRORS = frozenset({"ConfigError", "MissingDependencyError", "UnknownPluginError", "disagree"})
+REFUSAL = re.compile(
+    r"(raise|return) (ConfigError|MissingDependencyError|UnknownPluginError|disagree)\(|problems\.append\("
+)
 VALIDATORS = (
     "lmcache_async/config",
     "lmcache_async/daemon/config.py",
@@ -86,26 +89,7 @@ def _in_file(name: str, tree: ast.Module) -> Iterator[Site]:
     if name.startswith("plugins"):
         reads = Path(name).name in READERS
     for node in ast.walk(tree):
-        wanted: ast.expr | None = None
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            called = node.exc.func
-            kind = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
-            if kind in ERRORS or (kind == "ValueError" and reads):
-                wanted = node.exc
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-            called = node.value.func
-            if isinstance(called, ast.Name) and called.id in ERRORS:
-                wanted = node.value
-        elif isinstance(node, ast.Call) and _is_problems_append(node.func):
-            wanted = node
-        if wanted is not None:
-            yield Site(
-                name, node.lineno, node.end_lineno or node.lineno, " ".join(ast.unparse(wanted).split())
-            )
-
-
-def _is_problems_append(called: ast.expr) -> bool:
-    match called:
-        case ast.Attribute(value=ast.Name(id="problems"), attr="append"):
-            return True
-    return False
+        if isinstance(node, ast.Raise | ast.Return | ast.Expr):
+            text = " ".join(ast.unparse(node).split())
+            if REFUSAL.match(text) or (reads and text.startswith("raise ValueError(")):
+                yield Site(name, node.lineno, node.end_lineno or node.lineno, text)
