@@ -176,10 +176,6 @@ class KVLayout:
     def num_planes(self) -> int:
         return len(self.planes)
 
-    @property
-    def bytes_per_block(self) -> int:
-        return self.bytes_per_row * (self.block_size // self.tokens_per_row)
-
     def payload_bytes(self, num_rows: int) -> int:
         """Return the payload bytes of a chunk in `num_rows` rows."""
         return self.bytes_per_row * num_rows

@@ -22,7 +22,7 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
-from lmcache_async.metrics.instrument import Instrument, LogInstrument, Several
+from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
@@ -194,14 +194,16 @@ def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:
         check_hash_key(config, group.namespace)
 
 
-def instrument_of(config: EngineConfig, logger: LimitedLogger, given: Instrument | None) -> Instrument:
-    """The instrument of an engine: the given one or the log, and tracing if it is enabled.
+def instruments_of(
+    config: EngineConfig, logger: LimitedLogger, given: Instrument | None
+) -> Sequence[Instrument]:
+    """The instruments of an engine: the given one or the log, and tracing if it is enabled.
 
     Raises:
         MissingDependencyError: Tracing is enabled and OpenTelemetry is not installed.
     """
-    instrument = given or LogInstrument(logger.logger)
-    return Several(instrument, TracingInstrument()) if config.tracing.enabled else instrument
+    own = given or LogInstrument(logger.logger)
+    return [own, TracingInstrument()] if config.tracing.enabled else [own]
 
 
 def default_logger() -> LimitedLogger:

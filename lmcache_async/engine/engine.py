@@ -17,7 +17,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.arguments import Mask, leading_false, row_ids
-from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instrument_of
+from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instruments_of
 from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, Pins
@@ -26,7 +26,7 @@ from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.metrics.instrument import Instrument, Several
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored, Drops
@@ -66,7 +66,7 @@ class CacheEngine:
         config: EngineConfig,
         parts: Parts,
         groups: Sequence[EngineGroup],
-        instrument: Instrument,
+        instruments: Sequence[Instrument],
     ) -> None:
         self.config = config
         self.namespace = groups[0].namespace
@@ -77,7 +77,7 @@ class CacheEngine:
         if config.http.listen is not None:
             self.metrics.recent = RecentRequests()
         self._parts = parts
-        self._instrument = Several(self.metrics, instrument)
+        self._instruments = (self.metrics, *instruments)
         self._closed = False
         self._clears = 0  # running calls of `clear`
         self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the ends of the calls
@@ -132,7 +132,7 @@ class CacheEngine:
         except START_ERRORS as error:
             raise refusal(error, config, registry) from error
         try:
-            engine = cls(config, parts, groups, instrument_of(config, logger, instrument))
+            engine = cls(config, parts, groups, instruments_of(config, logger, instrument))
             await parts.stack.open(parts.arena)
         except BaseException:
             parts.free()
@@ -289,7 +289,8 @@ class CacheEngine:
                 if waiting:
                     await asyncio.wait(waiting, timeout=left())
                 report = _merge_stored(batches, start, copied.time or start)
-                self._instrument.stored(request.request_id, report)
+                for instrument in self._instruments:
+                    instrument.stored(request.request_id, report)
                 return report
         finally:
             copied()
@@ -311,7 +312,8 @@ class CacheEngine:
             report = _merge_retrieved(batches, asked, start)
             if not request.waited_for:  # otherwise the time includes computation of the model
                 self._costs.note(report)
-            self._instrument.retrieved(request.request_id, report)
+            for instrument in self._instruments:
+                instrument.retrieved(request.request_id, report)
             return report
 
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
@@ -389,7 +391,8 @@ class CacheEngine:
 
     def planned(self, plan: RequestPlan) -> None:
         """Report the plan of an admitted request to the instruments and the status page."""
-        self._instrument.planned(plan)
+        for instrument in self._instruments:
+            instrument.planned(plan)
 
     def statistics(self) -> EngineStatistics:
         parts, pinned = self._parts, self._pins.count

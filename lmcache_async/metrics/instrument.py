@@ -24,25 +24,6 @@ class Instrument:
         """A request was admitted, and the sources of its prompt were decided."""
 
 
-class Several(Instrument):
-    """Calls several instruments in order."""
-
-    def __init__(self, *instruments: Instrument) -> None:
-        self._instruments = instruments
-
-    def stored(self, request_id: str, report: StoreReport) -> None:
-        for instrument in self._instruments:
-            instrument.stored(request_id, report)
-
-    def retrieved(self, request_id: str, report: RetrieveReport) -> None:
-        for instrument in self._instruments:
-            instrument.retrieved(request_id, report)
-
-    def planned(self, plan: RequestPlan) -> None:
-        for instrument in self._instruments:
-            instrument.planned(plan)
-
-
 class LogInstrument(Instrument):
     """Logs one INFO line per store and retrieve."""
 

@@ -36,7 +36,7 @@ def test_each_order_of_vllm_has_as_few_planes_as_its_memory_allows(order, planes
     layout = vllm_cache(order).layout
 
     assert [plane.row_bytes for plane in layout.planes] == [row_bytes] * planes
-    assert layout.bytes_per_row == layout.bytes_per_block == 3 * BYTES_PER_LAYER
+    assert layout.bytes_per_row == 3 * BYTES_PER_LAYER
     assert layout.payload_bytes(5) == 15 * BYTES_PER_LAYER
     assert (layout.num_rows, layout.tokens_per_row, layout.num_planes) == (10, 16, planes)
 
@@ -219,7 +219,6 @@ def test_slot_shapes_are_recognised(shape, block_size, row_bytes):
 
     assert [plane.row_bytes for plane in layout.planes] == row_bytes
     assert (layout.num_blocks, layout.block_size, layout.num_rows, layout.tokens_per_row) == (6, 4, 24, 1)
-    assert layout.bytes_per_block == 4 * layout.bytes_per_row
 
 
 def test_slots_at_one_stride_are_a_plane_of_one_level():
