@@ -7,7 +7,6 @@ import copy
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Self, TypeAlias, TypeVar, cast
 
 from lmcache_async.config.values import OptionalSize
@@ -131,10 +130,8 @@ class ForwardingTier(Tier):
         await self.inner.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.inner.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self.inner.__aexit__(None, None, None)
 
 
 class HandleTier(ForwardingTier):

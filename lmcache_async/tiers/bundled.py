@@ -7,18 +7,21 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from lmcache_async.errors import TierClosedError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
+from lmcache_async.memory.header import MAX_RECORD_BYTES
+from lmcache_async.tiers.base import Allocate, Tier, TierConfig, TierStatistics
 from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
 
+ConfigT = TypeVar("ConfigT", bound=TierConfig)
 OpenedT = TypeVar("OpenedT")
 
 
-class BundledTier(Tier, Generic[OpenedT]):
+class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
     """A tier with an object that exists while it is open. Used on one event loop.
 
     A derived class overrides `contains_many`, `get_many` and `put_many`, or the methods for single chunks.
@@ -27,14 +30,21 @@ class BundledTier(Tier, Generic[OpenedT]):
         label: Name of the tier in messages, such as `s3 tier of s3://bucket`.
     """
 
-    def __init__(self, config: Any, label: str) -> None:
+    def __init__(self, config: ConfigT, label: str) -> None:
         super().__init__(config)
         self._label = label
+        self._arena: Arena | None = None
+        self._max_record_bytes = MAX_RECORD_BYTES
         self._opened: OpenedT | None = None
         self._process = 0
         self._corrupt: Counter[str] = Counter()  # by cause
         self._running = 0
         self._ended: asyncio.Future[None] | None = None
+
+    def bind(self, arena: Arena) -> None:
+        """Use the arena, and limit records to its slabs."""
+        self._arena = arena
+        self._max_record_bytes = arena.slab_bytes
 
     async def contains(self, key: ChunkKey) -> bool:
         return (await self.contains_many([key]))[0]
@@ -57,6 +67,12 @@ class BundledTier(Tier, Generic[OpenedT]):
 
     def _open(self, opened: OpenedT) -> None:
         self._opened, self._process = opened, os.getpid()
+
+    def _bound(self) -> Arena:
+        """Return the arena. Raise TierClosedError before `bind`."""
+        if self._arena is None:
+            raise TierClosedError(f"the {self._label} needs bind(arena) before it is opened")
+        return self._arena
 
     def _usable(self) -> OpenedT:
         """Return what is open. Raise TierClosedError if nothing is, or if it was opened before a fork."""

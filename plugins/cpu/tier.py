@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import Self
 
-from lmcache_async.errors import ConfigError, TierClosedError, TierError, TierFullError
+from lmcache_async.errors import ConfigError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.cpu.config import CPUConfig
@@ -18,7 +17,7 @@ from lmcache_async.types import ChunkKey
 _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
 
 
-class CPUTier(BundledTier[Arena]):
+class CPUTier(BundledTier[CPUConfig, Arena]):
     """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
 
     When the arena has no free slab, it calls this tier, which evicts the least recently used chunks whose
@@ -29,9 +28,7 @@ class CPUTier(BundledTier[Arena]):
 
     def __init__(self, config: CPUConfig) -> None:
         super().__init__(config, "cpu tier")
-        self._max_bytes = config.max_bytes
         self._max_slabs = 0
-        self._arena: Arena | None = None
         self._chunks: dict[ChunkKey, Buffer] = {}
         self._policy = LRUPolicy()
         self._evictions = 0
@@ -46,15 +43,16 @@ class CPUTier(BundledTier[Arena]):
         Raises:
             ConfigError: `max_bytes` is less than one slab.
         """
+        max_bytes = self.config.max_bytes
         self._max_slabs = arena.num_slabs
-        if self._max_bytes is not None:
-            self._max_slabs = min(self._max_bytes // arena.slab_bytes, arena.num_slabs)
+        if max_bytes is not None:
+            self._max_slabs = min(max_bytes // arena.slab_bytes, arena.num_slabs)
         if self._max_slabs < 1:
             raise ConfigError(
-                f"the cpu tier's max_bytes is {self._max_bytes}, but one chunk needs {arena.slab_bytes}"
+                f"the cpu tier's max_bytes is {max_bytes}, but one chunk needs {arena.slab_bytes}"
                 " bytes: raise max_bytes or lower chunk_size"
             )
-        self._arena = arena
+        super().bind(arena)
         arena.add_reclaimer(self._reclaim)
 
     async def contains(self, key: ChunkKey) -> bool:
@@ -109,19 +107,15 @@ class CPUTier(BundledTier[Arena]):
         return TierStatistics(
             chunks=len(self._chunks),
             bytes=len(self._chunks) * slab_bytes,
-            max_bytes=self._max_slabs * slab_bytes if self._arena else self._max_bytes,
+            max_bytes=self._max_slabs * slab_bytes if self._arena else self.config.max_bytes,
             evictions=self._evictions,
         )
 
     async def __aenter__(self) -> Self:
-        if self._arena is None:
-            raise TierClosedError("the cpu tier needs bind(arena) before it is opened")
-        self._open(self._arena)
+        self._open(self._bound())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close. All leases are released and the chunks are dropped."""
         self._opened = None
         self._drop_all()
@@ -145,9 +139,7 @@ class CPUTier(BundledTier[Arena]):
 
     def _copy(self, buffer: Buffer) -> Buffer:
         """Return a lease of a copy in the arena."""
-        arena = self._arena
-        assert arena is not None  # open
-        lease = arena.lease_nowait(buffer.nbytes)
+        lease = self._bound().lease_nowait(buffer.nbytes)
         if lease is None:
             raise TierFullError(f"the arena has no slab free for a chunk of {buffer.nbytes} bytes")
         lease.view[:] = buffer.view

@@ -13,7 +13,6 @@ import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import aiofiles.os
@@ -27,7 +26,6 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
@@ -57,7 +55,7 @@ _UNBOUNDED = 1 << 62  # a directory named without its config has no limit
 _DELETE_BATCH = 256  # records deleted by a thread in one call
 
 
-class DiskTier(BundledTier["RecordStore"]):
+class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
     """One file per record, by direct I/O if the file system supports it.
 
     A record is written under a temporary name and renamed when it is complete, so a file under its final name
@@ -73,9 +71,7 @@ class DiskTier(BundledTier["RecordStore"]):
 
     def __init__(self, config: DiskConfig) -> None:
         super().__init__(config, f"disk tier of {config.root}")
-        self._config = config
         self._scrubbing: asyncio.Task[None] | None = None
-        self._max_record_bytes = MAX_RECORD_BYTES
         self._logger = LimitedLogger(logger)
         self._statistics = TierStatistics(max_bytes=config.max_bytes)
 
@@ -94,18 +90,14 @@ class DiskTier(BundledTier["RecordStore"]):
             removes=True,
             lists=True,
             local_index=True,
-            max_concurrency=self._config.io_threads,
+            max_concurrency=self.config.io_threads,
             medium=Medium.DISK,
         )
 
     def diagnose(self, *, sample_bytes: int | None = None) -> Iterator[Check]:
         from lmcache_async.plugins.disk.diagnosis import check_directory  # psutil is in the extra cli
 
-        return check_directory(self._config, sample_bytes)
-
-    def bind(self, arena: Arena) -> None:
-        """Limit records to the slabs of the arena. A longer file is corrupt."""
-        self._max_record_bytes = arena.slab_bytes
+        return check_directory(self.config, sample_bytes)
 
     async def contains(self, key: ChunkKey) -> bool:
         return key in self._usable().index
@@ -132,7 +124,7 @@ class DiskTier(BundledTier["RecordStore"]):
                     results[position] = error
 
             # As many at a time as use all threads, with some waiting for them.
-            await run_each(range(len(items)), write, min(len(items), 4 * self._config.io_threads))
+            await run_each(range(len(items)), write, min(len(items), 4 * self.config.io_threads))
             store.index.policy.touch_each([key for key, _ in items])
         return results
 
@@ -180,16 +172,14 @@ class DiskTier(BundledTier["RecordStore"]):
             ConfigError: `odirect` is true and the file system refuses it.
             TierUnavailableError: Another process has locked the directory, or it cannot be used.
         """
-        store = await RecordStore.open(self._config, self._max_record_bytes)
+        store = await RecordStore.open(self.config, self._max_record_bytes)
         store.index.on_evicted = self.on_evicted
         self._open(store)
-        if self._config.scrub_interval_s:
-            self._scrubbing = asyncio.create_task(self._scrub_periodically(self._config.scrub_interval_s))
+        if self.config.scrub_interval_s:
+            self._scrubbing = asyncio.create_task(self._scrub_periodically(self.config.scrub_interval_s))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close after the running calls have ended. The records stay.
 
         If cancelled, it does not wait for them. The directory stays locked until the last of them has ended.
@@ -210,10 +200,10 @@ class DiskTier(BundledTier["RecordStore"]):
         while True:
             await asyncio.sleep(interval_s)
             try:
-                await self.scrub(max_bytes_per_s=self._config.scrub_max_bytes_per_s)
+                await self.scrub(max_bytes_per_s=self.config.scrub_max_bytes_per_s)
             except TierError as error:
                 line = "a scrub of %s ended early; the next one starts in %s s: %s"
-                self._logger.report("scrub", line, self._config.root, interval_s, error)
+                self._logger.report("scrub", line, self.config.root, interval_s, error)
 
 
 class RecordStore:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from lmcache_async.daemon.messages import (
@@ -41,7 +40,7 @@ T = TypeVar("T")
 _TOO_MUCH = "this engine has reached its limit of leased bytes in the daemon's pool; see max_lease_bytes"
 
 
-class HostTier(BundledTier[Link]):
+class HostTier(BundledTier[HostConfig, Link]):
     """Reads and writes the records of its tenant in memory that a daemon shares with all engines of the host.
 
     A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. If the
@@ -56,7 +55,6 @@ class HostTier(BundledTier[Link]):
 
     def __init__(self, config: HostConfig) -> None:
         super().__init__(config, "host tier")
-        self._config = config
         self._pin = False
         self._pin_device: int | None = None
         self._copier: Copier | None = None
@@ -69,12 +67,12 @@ class HostTier(BundledTier[Link]):
 
     def diagnose(self, *, sample_bytes: int | None = None) -> Iterator[Check]:
         del sample_bytes
-        yield check_daemon(self._config)
+        yield check_daemon(self.config)
         yield check_huge_pages()
 
     def bind(self, arena: Arena) -> None:
         """Pin the pool if the arena is pinned, for the same device."""
-        self._pin = arena.pin and self._config.pin
+        self._pin = arena.pin and self.config.pin
         self._pin_device = arena.pin_device
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -141,15 +139,13 @@ class HostTier(BundledTier[Link]):
 
     async def __aenter__(self) -> Self:
         """Open. If the daemon cannot be reached, the tier connects in the background."""
-        link = Link(self._config, pin=self._pin, pin_device=self._pin_device)
+        link = Link(self.config, pin=self._pin, pin_device=self._pin_device)
         await link.open()
-        self._copier = Copier(self._config.copy_threads)
+        self._copier = Copier(self.config.copy_threads)
         self._open(link)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
         link = self._usable()
         assert self._copier is not None  # as the link
@@ -169,7 +165,7 @@ class HostTier(BundledTier[Link]):
                 raise connection.fail(error) from error
 
     async def _ask(self, connection: Connection, op: Op, *parts: bytes) -> bytes:
-        return await connection.ask(op, *parts, timeout_s=self._config.lookup_timeout_s)
+        return await connection.ask(op, *parts, timeout_s=self.config.lookup_timeout_s)
 
     async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[int]:
         flags: list[int] = []
@@ -201,7 +197,7 @@ class HostTier(BundledTier[Link]):
                 connection.fail(error)
 
         connection.mapping.flush()  # ended leases must not count against the limit of this engine
-        answer = await connection.ask(op, body, timeout_s=self._config.transfer_timeout_s, unwanted=unwanted)
+        answer = await connection.ask(op, body, timeout_s=self.config.transfer_timeout_s, unwanted=unwanted)
         connection.check()  # if it was lost after the answer, the leases have ended
         return unpack_grants(answer, count, connection.mapping.nbytes)
 
@@ -222,7 +218,7 @@ class HostTier(BundledTier[Link]):
             connection.give_back(_leases_of(grants))
             raise
         commits = pack_commits((grants[position].lease, items[position][0]) for position in given)
-        answer = await connection.ask(Op.COMMIT, commits, timeout_s=self._config.transfer_timeout_s)
+        answer = await connection.ask(Op.COMMIT, commits, timeout_s=self.config.transfer_timeout_s)
         flags = unpack_flags(answer, len(given))
         for position, flag in zip(given, flags, strict=True):
             if flag != Refusal.NONE:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
-from lmcache_async.memory.arena import Arena
+from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
 
-class MooncakeTier(BundledTier[Pool]):
+class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
     """Stores records in a Mooncake Store, which transfers them between its segments and the registered arena.
 
     A batch is a few calls of the engine, each in a thread, without a copy by the tier. The master decides
@@ -40,20 +38,14 @@ class MooncakeTier(BundledTier[Pool]):
 
     def __init__(self, config: MooncakeConfig, *, store: MooncakeDistributedStore | None = None) -> None:
         super().__init__(config, f"mooncake tier of {config.url}")
-        self._config = config
         self._store = store
-        self._arena: Arena | None = None
 
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities. Records outlive this process if the segments of other processes hold them."""
         return Capabilities(
-            persistent=not self._config.segment_bytes, removes=True, max_concurrency=self._config.threads
+            persistent=not self.config.segment_bytes, removes=True, max_concurrency=self.config.threads
         )
-
-    def bind(self, arena: Arena) -> None:
-        """Use the arena, whose memory is registered when the tier is opened. A record fits into one slab."""
-        self._arena = arena
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as pool:
@@ -94,9 +86,7 @@ class MooncakeTier(BundledTier[Pool]):
             MissingDependencyError: The engine, or a library that it needs, is not installed.
             TierError: The engine refuses the options or the memory.
         """
-        if self._arena is None:
-            raise TierClosedError("the mooncake tier needs bind(arena) before it is opened")
-        pool = Pool(self._config, self._arena, self._store)
+        pool = Pool(self.config, self._bound(), self._store)
         try:
             await pool.open()
         except BaseException:
@@ -105,9 +95,7 @@ class MooncakeTier(BundledTier[Pool]):
         self._open(pool)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Leave the pool after running calls have ended. Records in segments of other processes stay."""
         if self._opened is None:
             return
@@ -124,12 +112,11 @@ class MooncakeTier(BundledTier[Pool]):
         results: list[Buffer | TierError | None],
     ) -> None:
         """Read records directly into new leases. The engine returns the length of each."""
-        assert self._arena is not None  # open
         leased: dict[int, Buffer] = {}
         try:
             for position in positions:
                 try:
-                    leased[position] = await allocate(self._arena.slab_bytes)
+                    leased[position] = await allocate(self._max_record_bytes)
                 except BudgetExceededError as error:  # the chunks that got memory are usable
                     results[position] = no_memory(error)
             if not leased:
@@ -164,8 +151,7 @@ class MooncakeTier(BundledTier[Pool]):
 
         The error of a batch is the result of those of its positions that have none yet.
         """
-        assert self._arena is not None  # open
-        step = max(1, self._config.batch_bytes // self._arena.slab_bytes)
+        step = max(1, self.config.batch_bytes // self._max_record_bytes)
         batches = [positions[start : start + step] for start in range(0, len(positions), step)]
 
         async def run(batch: Sequence[int]) -> None:
@@ -176,7 +162,7 @@ class MooncakeTier(BundledTier[Pool]):
                     if results[position] is None:
                         results[position] = error
 
-        await run_each(batches, run, min(self._config.threads, len(batches)))
+        await run_each(batches, run, min(self.config.threads, len(batches)))
 
 
 def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:

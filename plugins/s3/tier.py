@@ -7,16 +7,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.plugins.s3.bucket import Bucket
 from lmcache_async.plugins.s3.config import S3Config
@@ -39,7 +36,7 @@ _NUM_COPIES = 2
 """Threads that copy into the arena. One thread copies 10 GB/s, unless it waits for a CPU."""
 
 
-class S3Tier(BundledTier[Bucket]):
+class S3Tier(BundledTier[S3Config, Bucket]):
     """Stores each record as one object, put in one request: it exists as a whole or not at all.
 
     The tier has no index: a lookup is a request to the store, so records of other processes are found. A
@@ -59,26 +56,20 @@ class S3Tier(BundledTier[Bucket]):
 
     def __init__(self, config: S3Config, *, store: ObjectStore | None = None) -> None:
         super().__init__(config, f"s3 tier of {config.url}")
-        self._config = config
         self._store = store
         self._copies: WorkerPool | None = None
-        self._max_record_bytes = MAX_RECORD_BYTES
         self._logger = LimitedLogger(logging.getLogger(__name__))
 
     @property
     def capabilities(self) -> Capabilities:
-        parts = -(-min(self._max_record_bytes, 1 << 30) // self._config.part_bytes)
+        parts = -(-min(self._max_record_bytes, 1 << 30) // self.config.part_bytes)
         return Capabilities(
             persistent=True,
             removes=True,
             lists=True,
             shared=True,
-            max_concurrency=max(2, self._config.concurrency // parts),
+            max_concurrency=max(2, self.config.concurrency // parts),
         )
-
-    def bind(self, arena: Arena) -> None:
-        """Limit records to the slabs of the arena. A longer object is corrupt."""
-        self._max_record_bytes = arena.slab_bytes
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._call() as bucket:
@@ -92,12 +83,12 @@ class S3Tier(BundledTier[Bucket]):
                 there = await _find_all(bucket, keys[start : start + width])
                 if not all(there):
                     return start + there.index(False)
-                start, width = start + width, self._config.concurrency
+                start, width = start + width, self.config.concurrency
         return len(keys)
 
     async def get(self, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         with self._call() as bucket:
-            if self._max_record_bytes <= self._config.part_bytes:
+            if self._max_record_bytes <= self.config.part_bytes:
                 return await self._get_whole(bucket, key, allocate)
             return await self._get_parts(bucket, key, allocate)
 
@@ -132,7 +123,7 @@ class S3Tier(BundledTier[Bucket]):
             ConfigError: The options are invalid.
             TierError: There is no such bucket, or the credentials are refused.
         """
-        bucket = Bucket(self._config, self._store or open_store(self._config))
+        bucket = Bucket(self.config, self._store or open_store(self.config))
         try:
             await bucket.check()
         except TierUnavailableError as error:
@@ -141,9 +132,7 @@ class S3Tier(BundledTier[Bucket]):
         self._copies = WorkerPool(_NUM_COPIES, thread_name_prefix="lmcache-s3-copy")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close after running calls have ended. The records stay."""
         await self._end_calls()
         if self._copies is not None:
@@ -169,7 +158,7 @@ class S3Tier(BundledTier[Bucket]):
             found = await bucket.find(key)
             if found is None:
                 return None
-            nbytes, step = found["size"], self._config.part_bytes
+            nbytes, step = found["size"], self.config.part_bytes
             if not 0 < nbytes <= self._max_record_bytes:
                 await self._reject_length(bucket, key, nbytes)
                 return None
@@ -186,7 +175,7 @@ class S3Tier(BundledTier[Bucket]):
                 raise
             buffer.release()  # the object was replaced or removed since it was found
         raise TierUnavailableError(
-            f"the record of key {key.hex()} in {self._config.url} was replaced during {_ATTEMPTS} reads"
+            f"the record of key {key.hex()} in {self.config.url} was replaced during {_ATTEMPTS} reads"
         )
 
     async def _read_part(
@@ -214,7 +203,7 @@ class S3Tier(BundledTier[Bucket]):
         self._logger.report(
             "corrupt",
             "%s: the record of key %s has %d bytes, expected 1 to %d; it is a miss and is deleted",
-            self._config.url,
+            self.config.url,
             key.hex(),
             nbytes,
             self._max_record_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import cast
 
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
@@ -78,31 +78,26 @@ class Connection(asyncio.BufferedProtocol):
         self._send(message, replies)
         return replies.done
 
-    async def fetch(
-        self, message: bytes, allocate: Callable[[int], Awaitable[Buffer]]
-    ) -> Buffer | ErrorReply | None:
-        """Send a command whose reply is one record, and receive the record into a buffer from `allocate`.
+    async def fetch(self, message: bytes, buffer: Buffer) -> int | ErrorReply | None:
+        """Send a command whose reply is one record, and receive the record into the buffer.
 
-        `allocate` is called once the length is known; its time does not count.
+        After the call, also after a cancellation, nothing is received into the buffer any more.
 
         Returns:
-            The buffer, leased to the caller; None for a miss; or the server's error reply.
+            The length of the record, which was not received if it is longer than the buffer; None for a miss; or
+            the server's error reply.
         """
-        header = Replies(record=True)
-        self._send(message, header)
-        async with self._deadline("answer"):
-            [length] = await header.done
-        if not isinstance(length, int):
-            return cast("ErrorReply | None", length)
-        buffer = await allocate(length)
+        record = Replies(memory=buffer.view)
         try:
-            async with self._deadline(f"complete record of {length} bytes"):
-                await self._receive_into(buffer.view)
+            self._send(message, record)
+            async with self._deadline("complete record"):
+                [length] = await record.done
         except BaseException:
-            self.abort()  # before the lease ends, so that nothing more is received into it
-            buffer.release()
+            self.abort()
             raise
-        return buffer
+        finally:
+            record.memory = None
+        return cast("int | ErrorReply | None", length)
 
     async def store(self, head: bytes, content: memoryview, tail: bytes) -> Reply:
         """Send a command with a long argument and return the reply.
@@ -167,9 +162,6 @@ class Connection(asyncio.BufferedProtocol):
             self._reader.received(nbytes)
         except ProtocolError as error:
             self._lose(str(error))
-            return
-        if self._reader.paused and self._transport is not None:
-            self._transport.pause_reading()
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -194,16 +186,6 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._usable_transport()
         piece = content[start : start + self._slice_bytes]
         transport.write(bytes(piece) if self._copies else piece)
-
-    def _receive_into(self, memory: memoryview) -> asyncio.Future[None]:
-        transport = self._usable_transport()
-        try:
-            done = self._reader.take_record(memory)
-        except ProtocolError as error:
-            self._lose(str(error))
-            raise self._problem() from error
-        transport.resume_reading()
-        return done
 
     def _usable_transport(self) -> asyncio.Transport:
         if self._error is not None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 MAX_LINE = 64 << 10
 MAX_BULK = 16 << 20
@@ -139,40 +139,50 @@ _MAX_SMALL_BYTES = 2 * MAX_BULK
 
 
 class Replies:
-    """Waiter for the next `count` short replies, or for the length of a record."""
+    """Waiter for the next `count` short replies.
 
-    __slots__ = ("count", "done", "got", "record")
+    With `memory`, it is the waiter for a record, which is received into the memory; its reply is its length.
+    """
 
-    def __init__(self, count: int = 1, *, record: bool = False) -> None:
+    __slots__ = ("count", "done", "got", "memory")
+
+    def __init__(self, count: int = 1, *, memory: memoryview | None = None) -> None:
         self.count = count
-        self.record = record
+        self.memory = memory  # None at the end, so that nothing refers to the memory
         self.got: list[Reply] = []
         self.done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Pass the replies or the error on."""
+        self.memory = None
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(self.got)
+        else:
+            self.done.set_exception(error)
+            self.done.exception()  # retrieved: its waiter may have been cancelled
 
 
 class Reader:
     """Receive buffers and the queue of waiters.
 
-    A record is received directly into the memory that `take_record` provides for it.
-
-    Attributes:
-        paused: The next bytes belong to a record without memory. Nothing may be received.
+    A record is received directly into the memory of its waiter, except for what arrives together with its header.
     """
 
     def __init__(self) -> None:
-        self.paused = False
         self._expected: deque[Replies] = deque()
         self._small = bytearray(SMALL_BYTES)
         self._start = 0  # of the bytes in `_small` that are not parsed yet
         self._stop = 0
-        self._record: asyncio.Future[None] | None = None  # done when the record and its CRLF are received
-        self._body: memoryview | None = None  # memory for the rest of the record
+        self._in_record = False  # until its CRLF is received
+        self._body: memoryview | None = None  # memory of the record, until it is full
         self._filled = 0
 
     @property
     def idle(self) -> bool:
         """Whether no reply is expected and no byte is left over."""
-        return not self._expected and not self.paused and self._record is None and self._start == self._stop
+        return not self._expected and self._start == self._stop
 
     def expect(self, replies: Replies) -> None:
         self._expected.append(replies)
@@ -189,70 +199,59 @@ class Reader:
             self._fill(nbytes)
             return
         self._stop += nbytes
-        self._take()
-
-    def take_record(self, memory: memoryview) -> asyncio.Future[None]:
-        """Provide the memory for the record; ends `paused`. Return a future of its end. Raises as `received`."""
-        self.paused = False
-        done = self._record = asyncio.get_running_loop().create_future()
-        self._body, self._filled = memory, 0
-        nbytes = min(len(memory), self._stop - self._start)
-        memory[:nbytes] = memoryview(self._small)[self._start : self._start + nbytes]
-        self._start += nbytes
-        self._fill(nbytes)
-        self._take()
-        return done
+        while self._start < self._stop and self._body is None:
+            if not (self._take_end() if self._in_record else self._take_reply()):
+                break
+        self._make_room()
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
         """Fail all waiters, each with an error of its own. No memory of theirs is written any more."""
-        waiting: list[asyncio.Future[Any]] = [replies.done for replies in self._expected]
-        waiting += [] if self._record is None else [self._record]
-        self._expected.clear()
-        self._body = self._record = None
-        self.paused = False
-        for future in waiting:
-            if not future.done():
-                future.set_exception(make_error())
-                future.exception()  # retrieved: its waiter may have been cancelled
+        self._body = None
+        while self._expected:
+            self._expected.popleft().end(make_error())
 
     def _fill(self, nbytes: int) -> None:
         self._filled += nbytes
         if self._body is not None and self._filled == len(self._body):
             self._body = None
 
-    def _take(self) -> None:
-        """Hand complete replies in the small buffer to their waiters."""
-        while self._start < self._stop and self._body is None and not self.paused:
-            if not (self._take_reply() if self._record is None else self._take_end(self._record)):
-                break
-        self._make_room()
-
     def _take_reply(self) -> bool:
+        """Take the next reply, or the header of a record. Return False if it is incomplete."""
         if not self._expected:
             text = bytes(self._small[self._start : min(self._stop, self._start + 200)])
             raise ProtocolError(f"received {text!r} without a request")
         head = self._expected[0]
-        found = parse_reply(self._small, self._start, self._stop, record=head.record)
+        found = parse_reply(self._small, self._start, self._stop, record=head.memory is not None)
         if found is None:
             return False
         reply, self._start = found
-        self.paused = head.record and isinstance(reply, int)
         head.got.append(reply)
-        if len(head.got) == head.count:
-            self._expected.popleft()
-            if not head.done.done():
-                head.done.set_result(head.got)
+        if head.memory is not None and isinstance(reply, int):
+            self._begin_record(head, reply)
+        elif len(head.got) == head.count:
+            self._expected.popleft().end()
         return True
 
-    def _take_end(self, record: asyncio.Future[None]) -> bool:
+    def _begin_record(self, head: Replies, length: int) -> None:
+        assert head.memory is not None
+        if length > len(head.memory):
+            head.end()  # its waiter compares the length
+            raise ProtocolError(f"a record of {length} bytes does not fit into its memory")
+        self._in_record = True
+        self._body, self._filled = head.memory[:length], 0
+        nbytes = min(length, self._stop - self._start)
+        self._body[:nbytes] = memoryview(self._small)[self._start : self._start + nbytes]
+        self._start += nbytes
+        self._fill(nbytes)
+
+    def _take_end(self) -> bool:
         if self._stop - self._start < 2:
             return False
         if self._small[self._start : self._start + 2] != b"\r\n":
             raise ProtocolError("a record is not followed by CRLF")
         self._start += 2
-        self._record = None
-        if not record.done():
-            record.set_result(None)
+        self._in_record = False
+        self._expected.popleft().end()
         return True
 
     def _make_room(self) -> None:

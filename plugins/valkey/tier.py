@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from lmcache_async.errors import (
@@ -15,7 +14,6 @@ from lmcache_async.errors import (
     TierError,
     TierUnavailableError,
 )
-from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
 from lmcache_async.plugins.valkey.connection import Connection, RefusedCredentialsError
@@ -32,7 +30,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class ValkeyTier(BundledTier[Topology]):
+class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
     """Stores each record as one string, named by the prefix and the key in hex.
 
     Records that the server evicts, expires or loses are misses. If the server is full, a put fails with
@@ -51,13 +49,11 @@ class ValkeyTier(BundledTier[Topology]):
             ConfigError: One of them cannot be used.
         """
         super().__init__(config, "valkey tier")
-        self._config = config
         self._prefix = config.key_prefix.encode()
         self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
         tls = make_tls_context(config)
         self._access = Access(config, read_auth(config), tls)
         self._sentinel_access = Access(config, read_auth(config, "sentinel_"), tls, kind="sentinel")
-        self._max_record_bytes: int | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -66,12 +62,8 @@ class ValkeyTier(BundledTier[Topology]):
             removes=True,
             lists=True,
             shared=True,
-            max_concurrency=self._config.connections,
+            max_concurrency=self.config.connections,
         )
-
-    def bind(self, arena: Arena) -> None:
-        """Take the slab size as the limit of a record; longer values are corrupt."""
-        self._max_record_bytes = arena.slab_bytes
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
@@ -155,9 +147,7 @@ class ValkeyTier(BundledTier[Topology]):
             logger.warning("the valkey tier misses every chunk until its server can be reached: %s", answer)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close. Calls under way end with TierClosedError; content stays."""
         topology = self._usable()
         topology.close()
@@ -169,18 +159,23 @@ class ValkeyTier(BundledTier[Topology]):
         return self._prefix + key.hex().encode()
 
     async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        name, most = self._name(key), self._max_record_bytes
+        name = self._name(key)
 
-        async def fitting(nbytes: int) -> Buffer:
-            if most is not None and nbytes > most:
-                raise ChunkCorruptError(
-                    f"the value of key {key.hex()} has {nbytes} bytes, expected at most {most}",
-                    cause="length",
-                )
-            return await allocate(nbytes)
-
-        def run(connection: Connection) -> Awaitable[Buffer | ErrorReply | None]:
-            return connection.fetch(encode(b"GET", name), fitting)
+        async def run(connection: Connection) -> Buffer | ErrorReply | None:
+            buffer = await allocate(self._bound().slab_bytes)
+            with contextlib.ExitStack() as undo:
+                undo.callback(buffer.release)
+                length = await connection.fetch(encode(b"GET", name), buffer)
+                if not isinstance(length, int):
+                    return length
+                if length > buffer.nbytes:
+                    raise ChunkCorruptError(
+                        f"the value of key {key.hex()} has {length} bytes, expected at most {buffer.nbytes}",
+                        cause="length",
+                    )
+                buffer.resize(length)
+                undo.pop_all()
+            return buffer
 
         try:
             return await topology.run_at_node(name, run)
@@ -221,7 +216,7 @@ class ValkeyTier(BundledTier[Topology]):
             else:
                 by_node.setdefault(node, []).append(position)
 
-        at_once = self._config.connections
+        at_once = self.config.connections
         if len(by_node) == 1:
             [positions] = by_node.values()
             await run_each(positions, one, min(len(positions), at_once))

@@ -17,7 +17,7 @@ from lmcache_async.tiers.results import ContractError, run_each
 from lmcache_async.types import ChunkKey
 
 
-class Slow(BundledTier[asyncio.Event]):
+class Slow(BundledTier[TierConfig, asyncio.Event]):
     """Lookups that end when the event is set."""
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

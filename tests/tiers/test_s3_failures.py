@@ -16,8 +16,8 @@ from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
+from tests.support.proxy import Proxy
 from tests.support.s3_server import SECRET_KEY
-from tests.tiers.proxy import Proxy
 
 WHOLE: dict[str, object] = {}
 IN_PARTS: dict[str, object] = {"part_bytes": 4096}

@@ -16,7 +16,7 @@ from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
 from lmcache_async.testing.steps import DEADLINE_S
-from tests.tiers.proxy import Proxy
+from tests.support.proxy import Proxy
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
+from tests.support.proxy import Proxy
 from tests.support.thorough import machine_settings
 from tests.support.valkey_servers import Server, running, running_cluster
-from tests.tiers.proxy import Proxy
 from tests.tiers.valkey_tools import config
 
 

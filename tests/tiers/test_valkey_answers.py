@@ -14,9 +14,9 @@ from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
 from tests.support.outcomes import get, put
 from tests.support.processes import free_port
+from tests.support.proxy import Proxy
 from tests.support.valkey_servers import running
-from tests.tiers.proxy import Proxy
-from tests.tiers.valkey_tools import config
+from tests.tiers.valkey_tools import bound, config
 
 SECRET = "s3cr3t-p4ssw0rd"
 
@@ -49,7 +49,7 @@ async def _listed(tier: ValkeyTier) -> list[ChunkKey]:
 async def test_a_user_with_few_rights_is_enough(closed_server, arena, allocate, tmp_path):
     url = f"valkey://kv@127.0.0.1:{closed_server.port}"
     settings = config(url, password_file=password_file(tmp_path, SECRET), key_prefix="kv:")
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         assert await put(tier, arena, 1, 2) == [None, None]
         assert await get(tier, allocate, 1, 3) == ["hit", "miss"]
         assert await tier.remove(key_of(1))
@@ -59,7 +59,7 @@ async def test_a_user_with_few_rights_is_enough(closed_server, arena, allocate, 
 
 async def test_a_user_without_rights_on_the_keys_is_told(closed_server, arena, tmp_path):
     options = {"username": "kv", "password_file": password_file(tmp_path, SECRET), "key_prefix": "other:"}
-    async with ValkeyTier(config(closed_server.url, **options)) as tier:
+    async with bound(config(closed_server.url, **options), arena) as tier:
         [answer] = await put(tier, arena, 1)
         assert isinstance(answer, TierError)
         assert not answer.retryable
@@ -95,7 +95,7 @@ async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(monkey
 
 async def test_a_full_server_drops_and_counts(arena, allocate):
     with running("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
-        async with ValkeyTier(config(server.url)) as tier:
+        async with bound(config(server.url), arena) as tier:
             taken = 0
             while (answer := (await put(tier, arena, taken))[0]) is None:
                 taken += 1
@@ -110,7 +110,7 @@ async def test_a_full_server_drops_and_counts(arena, allocate):
 @pytest.mark.parametrize(("ttl_s", "least", "most"), [(86.4, 80_000, 86_400), (None, -1, -1)])
 async def test_records_expire_after_the_given_time_or_never(server, arena, ttl_s, least, most):
     settings = config(server.url, ttl_s=ttl_s)
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         await put(tier, arena, 1)
 
     left = server.ask("PTTL", settings.key_prefix + key_of(1).hex())
@@ -121,8 +121,7 @@ async def test_records_expire_after_the_given_time_or_never(server, arena, ttl_s
 async def test_a_value_longer_than_any_record_is_a_miss_and_removed(server, arena, allocate):
     settings = config(server.url)
     name = settings.key_prefix + key_of(1).hex()
-    tier = ValkeyTier(settings)
-    tier.bind(arena)
+    tier = bound(settings, arena)
     async with tier:
         server.ask("SET", name, bytes(SLAB_BYTES + 1))
         assert await get(tier, allocate, 1) == ["miss"]
@@ -137,7 +136,7 @@ async def test_a_value_longer_than_any_record_is_a_miss_and_removed(server, aren
 async def test_keys_of_others_are_neither_listed_nor_removed(server, arena):
     settings = config(server.url, key_prefix="a[b]*?\\:")
     others = ["a[b]*?\\:x", "ab:" + "0" * 32, "a[b]*?\\:" + "0" * 33, "a[b]*?\\:" + "G" * 32]
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         await put(tier, arena, 1)
         for other in others:
             server.ask("SET", other, "x")
@@ -151,14 +150,14 @@ async def test_tls_with_certificates_of_both_ends(server, arena, allocate, tmp_p
     async with Proxy(server.port, tls=authority.server_context(require_client=True)) as proxy:
         url = f"rediss://127.0.0.1:{proxy.port}"
         settings = config(url, tls_ca_file=authority.file, tls_cert_file=authority.issue("client"))
-        async with ValkeyTier(settings) as tier:
+        async with bound(settings, arena) as tier:
             with record(arena, 7, 60_000) as buffer:
                 await tier.put(key_of(7), buffer)
             got = await tier.get(key_of(7), allocate)
             assert got is not None
             with got:
                 assert got.nbytes == 60_000 + 4096
-        async with ValkeyTier(config(url, tls_ca_file=authority.file)) as tier:
+        async with bound(config(url, tls_ca_file=authority.file), arena) as tier:
             with pytest.raises(TierUnavailableError, match="valkey at 127"):
                 await tier.contains(key_of(1))
 
@@ -176,7 +175,7 @@ async def test_a_certificate_of_another_authority_is_rejected(server, tmp_path):
 async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena):
     with running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
         node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
-        async with ValkeyTier(config(node.tcp_url)) as tier:
+        async with bound(config(node.tcp_url), arena) as tier:
             with pytest.raises(TierError, match=r"CLUSTERDOWN|mode to cluster"):
                 await tier.contains(key_of(1))
 

@@ -33,7 +33,7 @@ from tests.support.outcomes import get, put, until_hit
 from tests.support.processes import free_port, hanging, wait_until
 from tests.support.traffic import Traffic
 from tests.support.valkey_servers import Server, running, running_cluster
-from tests.tiers.valkey_tools import config, of_each
+from tests.tiers.valkey_tools import bound, config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}
 SLACK_S = 20.0
@@ -53,7 +53,7 @@ def cluster():
 
 
 async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(server, arena, allocate):
-    async with ValkeyTier(config(server.tcp_url)) as tier:
+    async with bound(config(server.tcp_url), arena) as tier:
         traffic = Traffic(tier.put_many, tier.get_many, arena, allocate)
         async with traffic.running():
             for _ in range(3):
@@ -77,7 +77,7 @@ VERBS = {
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_server_that_hangs_is_given_up_at_the_deadline(server, arena, allocate, verb):
-    async with ValkeyTier(config(server.url, **SHORT)) as tier:
+    async with bound(config(server.url, **SHORT), arena) as tier:
         await until_hit(tier, arena, allocate)  # in time at last, also on a busy machine
         with record(arena, 1) as buffer, hanging(server.signal):
             start = time.monotonic()
@@ -91,7 +91,7 @@ async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(serve
     arena = Arena(48 << 20, 16 << 20, huge_pages=False, prefault=False)
     buffer = arena.lease_nowait(16 << 20)
     assert buffer is not None
-    async with ValkeyTier(config(server.url, **SHORT)) as tier:
+    async with bound(config(server.url, **SHORT), arena) as tier:
         await until_hit(tier, arena, lambda nbytes: arena.lease(nbytes, timeout_s=5))
         server.signal(signal.SIGSTOP)  # its socket buffers a part of it
         with pytest.raises(TierUnavailableError, match="no reply to the write of 16777216 bytes"):
@@ -104,7 +104,7 @@ async def test_a_large_record_to_a_server_that_hangs_gives_its_memory_back(serve
 
 async def test_a_tier_opens_without_its_server_and_finds_it_later(server, arena, allocate, caplog):
     server.kill()
-    async with ValkeyTier(config(server.tcp_url)) as tier:
+    async with bound(config(server.tcp_url), arena) as tier:
         with pytest.raises(TierUnavailableError, match=f"127.0.0.1:{server.port}: cannot connect: .*url"):
             await tier.contains(key_of(1))
         server.start()
@@ -118,7 +118,7 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(cluster, arena, allo
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     homes = of_each(settings, 3)
     lost, first, second = homes
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         assert await put(tier, arena, *lost, *first, *second) == [None] * 9
         cluster.servers[0].kill()
         try:
@@ -148,7 +148,7 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(cluster, arena, allo
 async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_back(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     numbers = [number for [number] in of_each(settings, 1)]
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         assert await put(tier, arena, *numbers) == [None] * 3
         for server in cluster.servers:
             server.kill()
@@ -172,7 +172,7 @@ async def test_a_node_that_hangs_holds_the_others_up_once(cluster, arena, alloca
     # A healthy node answers within this deadline, also on a busy machine; otherwise it would be avoided too.
     settings = config(cluster.url, mode="cluster", lookup_timeout_s=3, transfer_timeout_s=3, node_pause_s=600)
     (stuck,), (first,), (second,) = of_each(settings, 1)
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         assert await put(tier, arena, stuck, first, second) == [None] * 3
         with hanging(cluster.servers[0].signal):
             keys = [key_of(first), key_of(second), key_of(stuck)]
@@ -193,7 +193,7 @@ async def test_a_slot_that_moves_is_followed(cluster, arena, allocate):
     name = f"{settings.key_prefix}{key_of(number).hex()}"
     slot = source.ask("CLUSTER", "KEYSLOT", name)
     ids = [server.ask("CLUSTER", "MYID").decode() for server in (source, target)]
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         await put(tier, arena, number, other)
         target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
@@ -214,7 +214,7 @@ async def test_a_slot_that_moves_is_followed(cluster, arena, allocate):
 
 async def test_a_cluster_without_any_node_is_an_error_in_time(arena, allocate):
     settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
-    async with ValkeyTier(settings) as tier:
+    async with bound(settings, arena) as tier:
         with pytest.raises(TierUnavailableError, match="no node sends the slots"):
             await tier.contains(key_of(1))
         assert await get(tier, allocate, 1, 2) == ["TierUnavailableError"] * 2
@@ -234,7 +234,7 @@ async def test_a_new_master_is_found_by_sentinel(server, arena, allocate):
     ):
         wait_until(lambda: b"slave0" in sentinel.ask("INFO", "replication") or _knows_replica(sentinel))
         url = f"valkey-sentinel://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
-        async with ValkeyTier(config(url, sentinel_service="kv")) as tier:
+        async with bound(config(url, sentinel_service="kv"), arena) as tier:
             assert await put(tier, arena, 1, 2) == [None, None]
             assert server.ask("DBSIZE") == 2
             wait_until(lambda: replica.ask("DBSIZE") == 2)
@@ -260,12 +260,12 @@ async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allo
         def note_failure(self) -> None:
             self.failed = True
 
-    async with ValkeyTier(settings := config(server.tcp_url, connections=1)) as tier:
+    async with bound(settings := config(server.tcp_url, connections=1), arena) as tier:
         assert await put(tier, arena, 1, 2, 3) == [None] * 3
     both = settings.address
     dead = Endpoint("127.0.0.1", free_port())
     monkeypatch.setattr(ValkeyConfig, "address", replace(both, endpoints=(dead, *both.endpoints)))
-    tier = ValkeyTier(settings)
+    tier = bound(settings, arena)
     topology = FailingOver(tier._access)
     tier._open(topology)
     async with contextlib.AsyncExitStack() as stack:
@@ -294,10 +294,10 @@ async def test_hanging_sentinels_delay_many_callers_no_longer_than_one(server, a
     with running("--sentinel", config=watched) as stuck, running("--sentinel", config=watched) as sentinel:
         stuck.signal(signal.SIGSTOP)
         url = f"valkey-sentinel://127.0.0.1:{stuck.port},127.0.0.1:{sentinel.port}"
-        async with ValkeyTier(config(url, sentinel_service="kv", **SHORT)) as tier:
+        async with bound(config(url, sentinel_service="kv", **SHORT), arena) as tier:
             await until_hit(tier, arena, allocate)
         sentinel.signal(signal.SIGSTOP)
-        async with ValkeyTier(config(url, sentinel_service="kv", **SHORT)) as tier:
+        async with bound(config(url, sentinel_service="kv", **SHORT), arena) as tier:
             start = time.monotonic()
             calls = [tier.contains(key_of(number)) for number in range(100)]
             answers = await asyncio.gather(*calls, return_exceptions=True)

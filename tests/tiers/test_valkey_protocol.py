@@ -61,12 +61,8 @@ def content(length: int) -> bytes:
     return bytes(range(251)) * (length // 251) + bytes(range(length % 251))
 
 
-def feed(
-    reader: Reader, data: bytes, sizes: list[int], records: list[Replies] | None = None
-) -> list[bytearray]:
-    """Feed the data in pieces of these sizes, like a transport, and return the memory of its records."""
-    memory: list[bytearray] = []
-    left = iter(records or [])
+def feed(reader: Reader, data: bytes, sizes: list[int]) -> None:
+    """Feed the data in pieces of these sizes, like a transport."""
     at, turn = 0, 0
     while at < len(data):
         view = reader.get_buffer()
@@ -76,14 +72,11 @@ def feed(
         view.release()
         reader.received(size)
         at, turn = at + size, turn + 1
-        while reader.paused:
-            [length] = next(one for one in left if isinstance(one.done.result()[0], int)).done.result()
-            assert isinstance(length, int)
-            if length > 1 << 20:
-                raise ProtocolError("more than a slab")  # as the tier does
-            memory.append(bytearray(length))
-            reader.take_record(memoryview(memory[-1]))
-    return memory
+
+
+def record_waiter(nbytes: int = 1 << 20) -> tuple[Replies, bytearray]:
+    memory = bytearray(nbytes)
+    return Replies(memory=memoryview(memory)), memory
 
 
 @given(
@@ -93,30 +86,26 @@ def feed(
 def test_replies_in_any_pieces_reach_their_callers(asked, sizes):
     async def run() -> None:
         reader = Reader()
-        waiting: list[Replies] = []
+        waiting: list[tuple[Replies, bytearray]] = []
         data = b""
         for kind, value in asked:
             if kind == "replies":
                 assert isinstance(value, list)
-                waiting.append(Replies(len(value)))
+                waiting.append((Replies(len(value)), bytearray()))
                 data += b"".join(map(wire, value))
             else:
-                waiting.append(Replies(record=True))
+                waiting.append(record_waiter(4 * SMALL_BYTES))
                 data += wire(content(value) if isinstance(value, int) else value)
-            reader.expect(waiting[-1])
+            reader.expect(waiting[-1][0])
 
-        memory = iter(feed(reader, data, sizes, [one for one in waiting if one.record]))
+        feed(reader, data, sizes)
 
         assert reader.idle
-        assert not reader.paused
-        for one, (_, value) in zip(waiting, asked, strict=True):
-            if not one.record:
-                assert one.done.result() == value
-            else:
-                assert one.done.result() == [value]
-                if isinstance(value, int):
-                    assert next(memory) == content(value)
-        assert next(memory, None) is None
+        for (one, memory), (kind, value) in zip(waiting, asked, strict=True):
+            assert one.memory is None
+            assert one.done.result() == (value if kind == "replies" else [value])
+            if kind == "record" and isinstance(value, int):
+                assert memory == content(value) + bytes(len(memory) - value)
 
     asyncio.run(run())
 
@@ -134,13 +123,13 @@ def test_any_bytes_are_answers_or_a_protocol_error(noise, damage, sizes, records
         for place, value in damage:
             data[place % len(data)] = value
         reader = Reader()
-        waiting = [Replies(record=True) if records else Replies(2) for _ in range(3)]
+        waiting = [record_waiter()[0] if records else Replies(2) for _ in range(3)]
         for one in waiting:
             reader.expect(one)
         with contextlib.suppress(ProtocolError):
-            feed(reader, bytes(data), sizes, waiting)
+            feed(reader, bytes(data), sizes)
         reader.fail(lambda: RuntimeError("of this test"))
-        assert not reader.paused
+        assert all(one.done.done() and one.memory is None for one in waiting)
 
     asyncio.run(run())
 
@@ -170,10 +159,19 @@ async def test_unsolicited_replies_are_refused_with_their_text():
 
 async def test_a_record_that_does_not_end_where_it_should_is_refused():
     reader = Reader()
-    header = Replies(record=True)
-    reader.expect(header)
+    reader.expect(record_waiter()[0])
     with pytest.raises(ProtocolError, match="not followed by CRLF"):
-        feed(reader, b"$3\r\nabcd\r\n", [100], [header])
+        feed(reader, b"$3\r\nabcd\r\n", [100])
+
+
+async def test_a_record_longer_than_its_memory_is_refused_and_its_waiter_gets_the_length():
+    reader = Reader()
+    waiter, memory = record_waiter(3)
+    reader.expect(waiter)
+    with pytest.raises(ProtocolError, match="4 bytes does not fit"):
+        feed(reader, b"$4\r\nabcd\r\n", [100])
+    reader.fail(lambda: RuntimeError("of this test"))
+    assert (waiter.done.result(), memory) == ([4], bytes(3))
 
 
 async def test_a_long_list_is_read_without_reading_it_again_for_every_byte():

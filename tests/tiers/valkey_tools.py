@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from lmcache_async.plugins.valkey import ValkeyConfig
+from lmcache_async.memory.arena import Arena
+from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.records import key_of
 from tests.support.daemons import WAITS
@@ -14,6 +15,12 @@ from tests.support.daemons import WAITS
 def config(url: str, **options: object) -> ValkeyConfig:
     """A config with its own keys, and with deadlines for a busy machine."""
     return ValkeyConfig.model_validate({"url": url, "key_prefix": f"{uuid.uuid4().hex}:", **WAITS, **options})
+
+
+def bound(settings: ValkeyConfig, arena: Arena) -> ValkeyTier:
+    tier = ValkeyTier(settings)
+    tier.bind(arena)
+    return tier
 
 
 def home_of(settings: ValkeyConfig, number: int) -> int:
