@@ -1,4 +1,4 @@
-"""One host: a process with servers and an engine, with or without its own network namespace.
+"""One host: a process with servers and an engine.
 
 It reads operations from a socket, one per line, and answers each with a line. It exits at the end of the input.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
-from tests.hosts import tun
 from tests.support.valkey_servers import Server
 
 CHUNK, CHUNKS = 8, 5
@@ -35,8 +34,8 @@ class Host:
         self._engine: CacheEngine | None = None
 
     async def serve(self, options: list[str]) -> int:
-        """Start a Valkey that accepts connections from all addresses, and return its port."""
-        server = Server("--protected-mode", "no", *options)
+        """Start a Valkey, and return its port."""
+        server = Server(*options)
         self._servers[server.port] = server
         server.start()
         return server.port
@@ -116,13 +115,8 @@ async def run(channel: socket.socket) -> None:
         writer.close()
 
 
-def main(channel: socket.socket, address: str = "") -> None:
-    """Run a host until `channel` is closed, in its own network namespaces if an address is given."""
+def main(channel: socket.socket) -> None:
+    """Run a host until `channel` is closed."""
     os.setsid()  # its servers are killed together with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
-    if address:
-        tun.enter_namespace()
-        device = tun.make(address)
-        socket.send_fds(channel, [b"."], [device])
-        os.close(device)
     asyncio.run(run(channel))

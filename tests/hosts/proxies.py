@@ -1,4 +1,4 @@
-"""Proxies for machines without namespaces: delays, stalls and cuts.
+"""Proxies before the ports of hosts: delays, stalls and cuts.
 
 With TCP a lost packet is a stall: a piece that is lost here arrives `STALL_S` later, and so does everything after it.
 """
@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 from lmcache_async.engine.loop import LoopThread
-from tests.hosts.link import Link
+from tests.support.proxy import Door, Proxy
 
 STALL_S = 0.2
 """Minimum retransmission timeout of Linux."""
 _PIECE = 9000
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a connection between hosts.
+
+    Attributes:
+        delay_s: Minimum delay, in seconds.
+        jitter_s: Maximum additional delay of some packets, in seconds.
+        loss: Fraction of packets that are lost.
+    """
+
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
 
 
 class Proxies:
@@ -22,81 +39,53 @@ class Proxies:
 
     Attributes:
         link: Current properties of each connection.
-        cut: Hosts that are cut off, as destinations and as origins.
+        cut: Hosts that are cut off.
+        lost: Number of lost pieces.
     """
 
     def __init__(self, seed: int) -> None:
         self.link = Link()
         self.cut: frozenset[str] = frozenset()
         self.lost = 0
-        self._dice = Random(seed)
+        self.dice = Random(seed)
         self._loop = LoopThread("proxies")
-        self._servers: list[asyncio.Server] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._opened = contextlib.AsyncExitStack()
 
-    def open(self, hosts: frozenset[str], port: int) -> int:
-        """Open a proxy to a port and return the proxy's port. It passes no data while one of these hosts is cut off."""
-        return self._loop.submit(self._open(hosts, port)).result(30)
+    def open(self, host: str, port: int) -> int:
+        """Open a proxy to a port of the host, and return the proxy's port."""
+        return self._loop.submit(self._open(host, port)).result(30)
 
     def close(self) -> None:
-        self._loop.submit(self._close()).result(30)
+        self._loop.submit(self._opened.aclose()).result(30)
         self._loop.close()
 
-    async def _open(self, hosts: frozenset[str], port: int) -> int:
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.ensure_future(self._serve(hosts, port, reader, writer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(
-                lambda _: writer.transport.abort()
-            )  # a task cancelled before its start aborts nothing
+    async def _open(self, host: str, port: int) -> int:
+        proxy = await self._opened.enter_async_context(Proxy(port))
+        proxy.requests = proxy.answers = _Way(self, host)
+        return proxy.port
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        self._servers.append(server)
-        way: int = server.sockets[0].getsockname()[1]
-        return way
 
-    async def _close(self) -> None:
-        for server in self._servers:
-            server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+class _Way(Door):
+    """Both directions of the connections to a host."""
 
-    async def _serve(
-        self, hosts: frozenset[str], port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        back: asyncio.StreamWriter | None = None
-        with contextlib.suppress(OSError):
-            try:
-                there, back = await asyncio.open_connection("127.0.0.1", port)
-                pumps = {
-                    asyncio.ensure_future(self._pump(hosts, reader, back)),
-                    asyncio.ensure_future(self._pump(hosts, there, writer)),
-                }
-                try:
-                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for pump in pumps:
-                        pump.cancel()
-                    await asyncio.gather(*pumps, return_exceptions=True)
-            finally:
-                writer.transport.abort()
-                if back is not None:
-                    back.transport.abort()
+    def __init__(self, proxies: Proxies, host: str) -> None:
+        super().__init__()
+        self._proxies = proxies
+        self._host = host
 
-    async def _pump(
-        self, hosts: frozenset[str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    async def pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Callable[[], None]
     ) -> None:
         """Forward pieces in order, each after its delay; several are in transit at once."""
-        loop = asyncio.get_running_loop()
+        del seen
+        loop, proxies = asyncio.get_running_loop(), self._proxies
         way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
 
         async def deliver() -> None:
             while True:
                 due, piece = await way.get()
                 await asyncio.sleep(due - loop.time())
-                while not self.cut.isdisjoint(hosts):
+                while self._host in proxies.cut:
                     await asyncio.sleep(0.01)
                 writer.write(piece)
                 await writer.drain()
@@ -105,10 +94,10 @@ class Proxies:
         try:
             due = 0.0
             while piece := await reader.read(_PIECE):
-                link = self.link
-                late_s = link.delay_s + self._dice.random() * link.jitter_s
-                if self._dice.random() < link.loss:
-                    self.lost += 1
+                link = proxies.link
+                late_s = link.delay_s + proxies.dice.random() * link.jitter_s
+                if proxies.dice.random() < link.loss:
+                    proxies.lost += 1
                     late_s += STALL_S
                 due = max(due, loop.time() + late_s)
                 await way.put((due, piece))
