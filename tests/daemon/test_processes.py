@@ -15,14 +15,12 @@ import torch
 import uvloop
 
 from lmcache_async.daemon.address import peer_of
-from lmcache_async.errors import TierError, TierUnavailableError
-from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.host import HostTier
-from lmcache_async.testing.records import check_record, key_of, record, small_arena
+from lmcache_async.testing.records import check_record, key_of, small_arena
 from lmcache_async.testing.rig import Rig
 from tests.daemon.client_child import TOKENS, no_memory
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+from tests.support.outcomes import put
+from tests.support.traffic import Traffic
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,59 +91,32 @@ def test_an_engine_in_another_process_retrieves_stored_records() -> None:
         uvloop.run(daemon.until_leases((0, 0)))
 
 
-async def _traffic(tier: HostTier, arena: Arena, seen: set[str]) -> None:
-    """Put and get until killed; a get returns the right content or raises an error of the tier."""
-    for number in range(1, 1 << 30):
-        with record(arena, number % 5) as buffer:
-            try:
-                await tier.put(key_of(number % 5), buffer)
-                got = await tier.get(key_of(number % 5), no_memory)
-            except TierError as error:
-                seen.add(type(error).__name__)
-                await asyncio.sleep(0)
-                continue
-        seen.add("hit" if isinstance(got, Buffer) else "miss")
-        if got is not None:
-            with got:
-                check_record(got, number % 5)
-
-
 async def _kill_and_restart(path: Path) -> None:
     arena = small_arena(8)
     command = ("lmcache_async.cli", "serve", "--socket", str(path), "--max-bytes", "2MiB")
     tier = host_tier(path, tenant="t")
     tier.bind(arena)
-    seen: set[str] = set()
+    traffic = Traffic(tier.put_many, tier.get_many, arena, no_memory)
     with process(*command) as first:
         assert "ready" in await asyncio.to_thread(line, first)
-        await tier.__aenter__()
-        traffic = asyncio.ensure_future(_traffic(tier, arena, seen))
-        await _until(seen, "hit", traffic)
-        kept = await tier.get(key_of(1), no_memory)
-        first.kill()
-        await _until(seen, TierUnavailableError.__name__, traffic)
-    seen.clear()
-    with process(*command) as second:
-        assert "ready" in await asyncio.to_thread(line, second)
-        await _until(seen, "hit", traffic)
-        traffic.cancel()
-        await asyncio.wait([traffic])
-        if kept is not None:
-            check_record(kept, 1)
-            kept.release()
-        second.terminate()
-        assert await asyncio.to_thread(second.wait, DEADLINE_S) == 0
-        assert not await asyncio.to_thread(path.exists)
-    await tier.__aexit__(None, None, None)
+        async with asyncio.timeout(2 * DEADLINE_S), tier, traffic.running():
+            await traffic.seen_again("hit")
+            assert await put(tier, arena, 0) == [None]
+            kept = await tier.get(key_of(0), no_memory)
+            assert kept is not None
+            first.kill()
+            await traffic.seen_again("TierUnavailableError")
+            with process(*command) as second:
+                assert "ready" in await asyncio.to_thread(line, second)
+                await traffic.seen_again("hit")
+                check_record(kept, 0)
+                kept.release()
+                second.terminate()
+                assert await asyncio.to_thread(second.wait, DEADLINE_S) == 0
+                assert not await asyncio.to_thread(path.exists)
+    assert traffic.seen <= {"hit", "miss", "drop", "TierUnavailableError"}
     assert arena.statistics().leased_slabs == 0
     arena.close()
-
-
-async def _until(seen: set[str], wanted: str, traffic: asyncio.Future[None]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while wanted not in seen:
-            assert not traffic.done(), traffic.exception()
-            await asyncio.sleep(0)
 
 
 def test_a_daemon_killed_under_traffic_costs_misses_until_it_is_back() -> None:
