@@ -39,16 +39,6 @@ def test_every_command_has_help_and_refuses_unknown_options(invoke, path):
     assert "Traceback" not in result.output
 
 
-def test_commands_in_the_docs_exist():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    named = set(re.findall(r"^(?:\$ )?lmcache-async ([a-z]+)", text, re.MULTILINE))
-    named |= set(re.findall(r"`lmcache-async ([a-z]+)", text))
-
-    assert {"serve", "bench", "doctor", "tiers", "config"} <= named
-    assert named <= {path[0] for path in COMMANDS}
-
-
 def test_the_page_of_versions_has_the_tested_versions():
     text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d[\d.]+) \| (\d[\d.]+) \|", text, re.MULTILINE)

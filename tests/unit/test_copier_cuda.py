@@ -254,9 +254,12 @@ async def test_loads_do_not_wait_for_stores():
     copier.close()
 
 
-async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more():
+@pytest.mark.parametrize("error", [None, RuntimeError("illegal address")])
+async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more(error):
+    """It is raised also if the device fails afterwards."""
     cache = CacheForm(layers=3).build(8)
     copier, streams = fake_copier(cache, staging_bytes=1)
+    streams.error = error
     gate = streams.close_gate()
     gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
     await until(lambda: copier.statistics()[0].waiting == 1)
@@ -271,23 +274,6 @@ async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more
     with pytest.raises(asyncio.CancelledError):
         await gathering
     assert len(streams.events) == 2
-    assert all_free(copier)
-    copier.close()
-
-
-async def test_a_cancellation_is_raised_also_if_the_device_fails_afterwards():
-    cache = CacheForm(layers=3).build(8)
-    copier, streams = fake_copier(cache, staging_bytes=1)
-    streams.error = RuntimeError("illegal address")
-    gate = streams.close_gate()
-    gathering = asyncio.ensure_future(copier.gather([job_of(cache.layout, range(8))]))
-    await until(lambda: copier.statistics()[0].waiting == 1)
-
-    gathering.cancel()
-    await until(lambda: copier.statistics()[0].waiting == 0)
-    gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await gathering
     assert all_free(copier)
     copier.close()
 

@@ -127,7 +127,7 @@ RECORDS = (
         "lmcache_async/engine/engine.py",
         "return namespace.root(self._engine_root, own.algorithm, own.hash_key)",
         "return self._engine_root",
-        ("tests/security/test_namespaces.py::test_requests_of_two_namespaces_share_nothing",),
+        ("tests/security/test_namespaces.py::test_two_namespaces_share_nothing",),
     ),
     Mutation(
         "a payload size from outside is not bounded",
