@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,22 +38,29 @@ def transfer_config(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def checked(text: str, password_file: str, directory: Path, logger: LimitedLogger) -> EngineConfig:
-    """Return the config, after creating every tier and layer of it like an engine.
+SECRET = re.compile(r"/run/secrets/[a-z/_-]+|/etc/ssl/[a-z-]+\.pem")
 
-    Args:
-        text: YAML.
-        password_file: Path of the password in the container; replaced by a file in `directory`.
-    """
-    assert text.count(password_file) == 1, f"{password_file} is where the password is mounted"
-    password = directory / "password"
-    password.touch(mode=0o600)
-    password.write_text("secret")
+
+def written(text: str, directory: Path) -> Path:
+    """Return a file of the text with secrets of this machine and with writable cache directories."""
+
+    def secret(match: re.Match[str]) -> str:
+        file = directory / Path(match[0]).name
+        file.touch(mode=0o600)
+        file.write_text("5a" * 32)
+        return str(file)
+
     path = directory / "config.yaml"
-    path.write_text(text.replace(password_file, str(password)), encoding="utf-8")
-    config = load_config(path, env={})
+    path.write_text(SECRET.sub(secret, text).replace("/var/cache", str(directory)), encoding="utf-8")
+    return path
+
+
+def checked(text: str, directory: Path) -> EngineConfig:
+    """Return the config of the text, after creating every tier and layer of it like an engine."""
+    config = load_config(written(text, directory), env={})
     namespace = Namespace(model="m", weights="w", dtype="float16", layout="l", chunk_size=config.chunk_size)
-    assert len(stacked_tiers(Registry(), config, namespace, logger)) == len(config.tiers)
+    made = stacked_tiers(Registry(), config, namespace, LimitedLogger(logging.getLogger(__name__)))
+    assert [stacked.id for stacked in made] == [tier.id for tier in config.tiers]
     return config
 
 

@@ -32,18 +32,27 @@ def answer(*tokens: int, logprob: float = -1.0, cached: int = 0, log: str = "") 
     )
 
 
-def measured(*, restart: Answer) -> dict[str, object]:
+def cases_of(restart: Answer, ttft_s: float = 0.1) -> Cases:
+    """Right answers and complete hits with this time to the first token, and an answer after a restart."""
     cases = Cases()
     for case in (cases.no_connector, cases.pool, cases.pool_at_restart):
         case.add([answer(1, 2)])
     for case in (cases.cold, cases.pool_with_connector, cases.warm, cases.questions):
-        case.add([answer(1, 2, cached=8)], reference=answer(1, 2))
-    cases.restart.add([restart], reference=answer(1, 2))
-    return report.summarise(cases, document_tokens=8, expect_hits=True, facts={})
+        case.add([replace(answer(1, 2, cached=8), ttft_s=ttft_s)], reference=answer(1, 2))
+    cases.restart.add([replace(restart, ttft_s=ttft_s)], reference=answer(1, 2))
+    return cases
+
+
+def shown(cases: Cases, *, expect_hits: bool = True) -> tuple[dict[str, Any], str]:
+    facts = {"page_cache_left_bytes": 0}
+    result = report.summarise(cases, document_tokens=8, expect_hits=expect_hits, facts=facts)
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    report.show(result, console)
+    return result, console.file.getvalue()
 
 
 def test_right_answers_and_complete_hits_pass() -> None:
-    result = measured(restart=answer(1, 2, cached=8))
+    result, _ = shown(cases_of(answer(1, 2, cached=8)))
 
     assert (result["ok"], result["outputs_equal"], result["hits_complete"]) == (True, True, True)
     assert result["hit_tokens"] == 8
@@ -59,32 +68,14 @@ def test_right_answers_and_complete_hits_pass() -> None:
     ids=["another token", "another log-probability", "a missing hit"],
 )
 def test_one_wrong_answer_fails_the_demo(restart: Answer, what: str) -> None:
-    result = measured(restart=restart)
+    result, _ = shown(cases_of(restart))
 
     assert not result["ok"]
     assert not result[what]
 
 
-def slow_cases() -> Cases:
-    """Cases of a busy machine: right answers and complete hits, many times slower than vLLM's own."""
-    cases = Cases()
-    for case in (cases.no_connector, cases.pool, cases.pool_at_restart):
-        case.add([answer(1, 2)])
-    for case in (*cases.hits, cases.cold, cases.pool_with_connector):
-        case.add([replace(answer(1, 2, cached=8), ttft_s=5.0)], reference=answer(1, 2))
-    return cases
-
-
-def shown(cases: Cases, *, expect_hits: bool = True) -> tuple[dict[str, Any], str]:
-    facts = {"page_cache_left_bytes": 0}
-    result = report.summarise(cases, document_tokens=8, expect_hits=expect_hits, facts=facts)
-    console = Console(width=120, file=io.StringIO(), force_terminal=False)
-    report.show(result, console)
-    return result, console.file.getvalue()
-
-
 def test_times_are_shown_beside_vllms_own_and_not_judged() -> None:
-    result, text = shown(slow_cases())
+    result, text = shown(cases_of(answer(1, 2, cached=8), ttft_s=5.0))
 
     assert result["ok"]
     assert result["ratios"] == {"cold": 50.0, "warm": 50.0, "questions": 50.0, "restart": 50.0}
@@ -97,7 +88,7 @@ def test_times_are_shown_beside_vllms_own_and_not_judged() -> None:
 
 
 def test_wrong_answers_are_reported() -> None:
-    cases = slow_cases()
+    cases = cases_of(answer(1, 2, cached=8))
     cases.warm.add([answer(1, 3, cached=7)], reference=answer(1, 2))
 
     result, text = shown(cases)

@@ -3,62 +3,32 @@
 from __future__ import annotations
 
 import json
-import logging
-import re
 from pathlib import Path
 
 import pytest
 
-from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
-from lmcache_async.engine.tiers import stacked_tiers
-from lmcache_async.hashing import Namespace
-from lmcache_async.logging import LimitedLogger
-from lmcache_async.registry import Registry
+from tests.packaging.deployments import EXAMPLES, checked, written
 from tests.support import forked_python
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 DEPLOYMENTS = EXAMPLES / "deployments"
 FILES = sorted(DEPLOYMENTS.glob("*.yaml"))
 DAEMONS = [path for path in FILES if path.stem.endswith("-daemon")]
 ENGINES = [path for path in FILES if path not in DAEMONS] + sorted(
     (EXAMPLES / "disaggregated").glob("*.yaml")
 )
-SECRET = re.compile(r"/run/secrets/[a-z-]+|/etc/ssl/[a-z-]+\.pem")
-
-
-def written(path: Path, directory: Path) -> Path:
-    """The file with secrets of this machine and with writable cache directories."""
-
-    def secret(match: re.Match[str]) -> str:
-        file = directory / Path(match[0]).name
-        file.touch(mode=0o600)
-        file.write_text("5a" * 32)
-        return str(file)
-
-    text = SECRET.sub(secret, path.read_text(encoding="utf-8")).replace("/var/cache", str(directory))
-    (directory / path.name).write_text(text, encoding="utf-8")
-    return directory / path.name
-
-
-def loaded(path: Path, directory: Path) -> EngineConfig:
-    return load_config(written(path, directory), env={})
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.stem)
 def test_a_deployments_file_makes_its_tiers(path: Path, tmp_path: Path) -> None:
-    config = loaded(path, tmp_path)
-    namespace = Namespace(model="m", weights="w", dtype="float16", layout="l", chunk_size=config.chunk_size)
-
-    made = stacked_tiers(Registry(), config, namespace, LimitedLogger(logging.getLogger(__name__)))
-
-    assert [stacked.id for stacked in made] == [tier.id for tier in config.tiers]
+    assert checked(path.read_text(encoding="utf-8"), tmp_path).tiers
 
 
 @pytest.mark.parametrize("path", DAEMONS, ids=lambda path: path.stem)
 def test_a_daemons_file_loads_and_its_engines_connect_to_it(path: Path, tmp_path: Path) -> None:
-    daemon = load_daemon_config(written(path, tmp_path), {})
-    engine = loaded(path.with_name(path.name.replace("-daemon", "-engine")), tmp_path)
+    daemon = load_daemon_config(written(path.read_text(encoding="utf-8"), tmp_path), {})
+    beside = path.with_name(path.name.replace("-daemon", "-engine"))
+    engine = checked(beside.read_text(encoding="utf-8"), tmp_path)
     [host] = [tier for tier in engine.tiers if tier.name == "host"]
 
     assert isinstance(daemon, DaemonConfig)
