@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache_async.bench.measure import MIB, UNIT, Case
+from lmcache_async.bench.measure import MIB, UNIT, Case, Frame, Parameter, Probe, Row
 from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.bench.raw import RawFiles
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.engine import CacheEngine
 
 SUMMARY = "store and retrieve on disk, beside pwrite and pread"
 CHUNK_TOKENS = 256

@@ -16,14 +16,12 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import uvloop
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 DEFAULT_ROUNDS = 7
 QUICK_ROUNDS = 2

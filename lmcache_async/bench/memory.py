@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_async.bench.measure import UNIT, Case
+from lmcache_async.bench.measure import UNIT, Case, Frame, Probe, Row
 from lmcache_async.bench.raw import move_all
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
@@ -26,11 +27,6 @@ from lmcache_async.hashing import Namespace
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.region import Region
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-
-    from lmcache_async.bench.measure import Frame, Probe, Row
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pairs: TypeAlias = "list[tuple[Bytes, Bytes]]"

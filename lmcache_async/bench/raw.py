@@ -8,17 +8,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedRWPair, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from lmcache_async.bench.measure import rate
 from lmcache_async.memory.region import Region
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 ItemT = TypeVar("ItemT")
 WorkerT = TypeVar("WorkerT")

@@ -15,31 +15,26 @@ import contextlib
 import os
 import tempfile
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from lmcache_async.bench.measure import MIB, UNIT, Case, rate
+from lmcache_async.bench.measure import MIB, UNIT, Case, Frame, Parameter, Probe, Row, rate
 from lmcache_async.bench.raw import RESP_SCHEMES, RawFiles, RespSockets
+from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.registry import Registry
+from lmcache_async.tiers.base import Tier
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.config import TierSpec
-    from lmcache_async.tiers.base import Tier
 
 SUMMARY = "put and get through one tier, beside memcpy and raw I/O"
 TIMEOUT_S = 120.0

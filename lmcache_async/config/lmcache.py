@@ -7,8 +7,9 @@ value matches the behaviour here. Settings that LMCache does not have are errors
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
@@ -23,9 +24,6 @@ from lmcache_async.config.values import (
     unless_none,
 )
 from lmcache_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
 
 VARIABLE_PREFIX = "LMCACHE_"
 EXTRA_PREFIX = "lmcache."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_async.config.lmcache import (
     SUPPORTED,
@@ -31,9 +32,6 @@ from lmcache_async.config.sources import (
 )
 from lmcache_async.config.validation import LEFT_OUT, Loaded, Origin, explain, known_keys, validate_all
 from lmcache_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 

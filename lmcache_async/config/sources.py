@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -16,10 +17,6 @@ from lmcache_async.config.secrets import SECRET_PATHS
 from lmcache_async.config.validation import KeyPath, Origin, show, spell_path
 from lmcache_async.config.values import parse_mapping, unless_none
 from lmcache_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
 
 PREFIX = "LMCACHE_ASYNC_"
 CONFIG_FILE = "CONFIG_FILE"

@@ -6,19 +6,15 @@ import contextlib
 import difflib
 import re
 from collections import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, Generic, Self, TypeAlias, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lmcache_async.config.values import parse_list, parse_mapping
 from lmcache_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from pydantic import ValidationInfo
 
 LEFT_OUT = "_left_out_"
 """Name of the placeholder for an invalid tier or layer while the others of its list are validated."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from lmcache_async.device.copier import Copier
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.memory.region import request_huge_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache_async.device.copier import Copier
-    from lmcache_async.device.layout import KVLayout
 
 
 def open_copiers(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.types import BlockIds
-
-if TYPE_CHECKING:
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.progress import LoadProgress
 
 Payload: TypeAlias = npt.NDArray[np.uint8]
 """Payload of a chunk, `[plane][row]`: contiguous uint8 of shape (layout.payload_bytes(num_rows),)."""

@@ -6,20 +6,16 @@ import asyncio
 import contextlib
 import functools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, gather_with_digest, group_planes
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache_async.device.layout import KVLayout
 
 PART_BYTES = 16 << 20
 """Size of the parts of a layer-wise load; a thread copies one in one or two milliseconds."""

@@ -14,25 +14,22 @@ import ctypes
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, DeviceEvent, Fence, Payload, check_jobs
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread
 from lmcache_async.memory.threads import run_shielded
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.progress import LoadProgress
 
 PARTS = 4
 """Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""

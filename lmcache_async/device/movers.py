@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from lmcache_async.device.copier import CheckedJob
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Int64s, Piece, PlaneGroup, PlaneTable, locate_by_group, segments, split
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache_async.device.copier import CheckedJob
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.planes import Plane
+from lmcache_async.device.planes import Plane
 
 logger = logging.getLogger(__name__)
 

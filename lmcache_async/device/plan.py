@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.planes import Plane
-    from lmcache_async.types import BlockIds
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.planes import Plane
+from lmcache_async.types import BlockIds
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 

@@ -5,20 +5,16 @@ They use the compiled module if it is installed, else NumPy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_async.device.copier import CheckedJob, Payload
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Int64s, PlaneGroup, segments, split
+from lmcache_async.device.planes import Plane
 from lmcache_async.memory.copies import compiled
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache_async.device.copier import CheckedJob, Payload
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.planes import Plane
 
 LARGE_ROW_BYTES = 32 << 10
 """Row size from which row-by-row copies by NumPy reach the speed of memmove. Each one takes half a microsecond

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache_async.memory.arena import Arena
-    from lmcache_async.tiers.stack import TierStack
-    from lmcache_async.types import ChunkKey, RetrieveReport
+from lmcache_async.tiers.stack import TierStack
+from lmcache_async.types import ChunkKey, RetrieveReport
 
 STALE_S = 10.0
 """Age of the last measurement of a tier after which the next lookup with a hit there reads one chunk.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-
-    from lmcache_async.engine.costs import LoadCosts
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.tiers.stack import TierStack
-    from lmcache_async.types import ChunkKey
+from lmcache_async.engine.costs import LoadCosts
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.stack import TierStack
+from lmcache_async.types import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from lmcache_async.hashing.digest import digest_function
 from lmcache_async.hashing.namespace import canonical_text
 from lmcache_async.hashing.tokens import TokenIds, as_tokens
 from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, Chunk, ChunkKey, Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _TOKEN_BYTES = 4
 

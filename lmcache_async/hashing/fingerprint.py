@@ -9,20 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from io import FileIO
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import xxhash
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing.digest import CRYPTOGRAPHIC
 from lmcache_async.hashing.namespace import canonical_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from io import FileIO
-    from pathlib import Path
 
 FingerprintMode: TypeAlias = Literal["sampled", "full"]
 

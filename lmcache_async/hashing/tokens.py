@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_async.types import Tokens
+
 if TYPE_CHECKING:
     import torch
-
-    from lmcache_async.types import Tokens
 
 TokenIds: TypeAlias = "Sequence[int] | array[int] | npt.NDArray[np.integer[Any]] | torch.Tensor | bytes | bytearray | memoryview"
 """Token ids that `as_tokens` accepts."""

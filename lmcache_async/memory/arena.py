@@ -6,16 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lmcache_async.errors import BudgetExceededError, ConfigError
 from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.buffer import PAGE, Buffer, Slab
 from lmcache_async.memory.region import Region
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

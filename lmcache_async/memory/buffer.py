@@ -6,17 +6,16 @@ import math
 import sys
 import sysconfig
 import weakref
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_async.memory.region import Region
+
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
-
-    from lmcache_async.memory.region import Region
 
 PAGE = 4096
 """Alignment of addresses and lengths for direct I/O, in bytes."""

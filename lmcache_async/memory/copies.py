@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from lmcache_async.memory.buffer import Bytes
+from lmcache_async.memory.buffer import Bytes
 
 INTERFACE = 2
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""

@@ -8,15 +8,12 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lmcache_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 

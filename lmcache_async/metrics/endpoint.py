@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lmcache_async.config import HTTPConfig
 from lmcache_async.errors import LMCacheAsyncError, MissingDependencyError
+from lmcache_async.metrics.charts import Source
 from lmcache_async.metrics.http import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lmcache_async.config import HTTPConfig
-    from lmcache_async.metrics.charts import Source
     from lmcache_async.metrics.server import StatusServer
 
 

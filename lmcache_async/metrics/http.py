@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
+from lmcache_async.metrics.charts import Sample, Source
 from lmcache_async.metrics.samples import CONTENT_TYPE
-
-if TYPE_CHECKING:
-    from lmcache_async.metrics.charts import Sample, Source
 
 MIN_TOKEN_CHARACTERS = 16
 

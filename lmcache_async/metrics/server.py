@@ -15,18 +15,16 @@ from collections import deque
 from collections.abc import Coroutine
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from aiohttp import web
 
+from lmcache_async.config import HTTPConfig
 from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.charts import Sample, Source
 from lmcache_async.metrics.http import Responder, Tokens
-
-if TYPE_CHECKING:
-    from lmcache_async.config import HTTPConfig
-    from lmcache_async.metrics.charts import Sample, Source
 
 INTERVAL_S = 1.0
 """Seconds between two samples."""
