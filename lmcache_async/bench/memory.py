@@ -24,7 +24,7 @@ from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
-from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.buffer import pages
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.region import Region
 
@@ -117,7 +117,7 @@ class PromptCache:
     @property
     def slab_bytes(self) -> int:
         """Bytes of a record, rounded up to whole pages."""
-        return -(-self.record_bytes // PAGE) * PAGE
+        return pages(self.record_bytes)
 
     @property
     def arena_bytes(self) -> int:

@@ -30,7 +30,7 @@ from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import Tier
@@ -289,9 +289,10 @@ def _raw_limit(
             if isinstance(path, str):
                 parent = Path(path).expanduser().absolute().parent
                 directory = tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
-                nbytes = -(-records.record_bytes // PAGE) * PAGE
                 folder = Path(stack.enter_context(directory))
-                files = stack.enter_context(RawFiles(folder, nbytes, records.count, connections))
+                files = stack.enter_context(
+                    RawFiles(folder, pages(records.record_bytes), records.count, connections)
+                )
                 puts[name], gets[name] = files.put, files.get
             elif isinstance(url, str) and urlsplit(url).scheme in RESP_SCHEMES and "@" not in url:
                 sockets = RespSockets(

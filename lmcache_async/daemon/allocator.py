@@ -67,8 +67,3 @@ class RangeAllocator:
         del self._by_length[bisect_left(self._by_length, (length, start))]
         self.free_bytes -= length
         return length
-
-
-def pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lmcache_async.daemon.allocator import RangeAllocator, pages
+from lmcache_async.daemon.allocator import RangeAllocator
 from lmcache_async.daemon.config import TenantOptions
+from lmcache_async.memory.buffer import pages
 from lmcache_async.tiers.eviction import LRUPolicy
 
 if TYPE_CHECKING:

@@ -61,7 +61,6 @@ def stacked_tiers(
         if not in_arena and handle.capabilities.writes:  # a tier in the arena stores a chunk at once
             writer = TierWriter(
                 handle,
-                name=spec.id,
                 max_bytes=config.max_pending_write_bytes,
                 max_s=config.store.max_pending_write_s,
                 chunk_bytes=chunk_bytes,

@@ -23,6 +23,11 @@ PAGE = 4096
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
+def pages(nbytes: int) -> int:
+    """Round `nbytes` up to whole pages, the unit of slabs, of direct I/O and of record files."""
+    return -(-nbytes // PAGE) * PAGE
+
+
 class SlabOwner(Protocol):
     """Receives the events of slabs."""
 
@@ -192,7 +197,7 @@ class Buffer:
     @property
     def padded_view(self) -> memoryview:
         """`view`, extended to a multiple of 4096 bytes for direct I/O."""
-        return self._view(-(-self.nbytes // PAGE) * PAGE)
+        return self._view(pages(self.nbytes))
 
     @property
     def array(self) -> Bytes:

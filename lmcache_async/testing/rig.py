@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -16,8 +14,10 @@ from lmcache_async.config import EngineConfig, load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import Namespace
+from lmcache_async.memory.buffer import pages
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.registry import Registry
+from lmcache_async.testing.fakes import installed
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Rig:
             dtype=self.layout.dtype,
             chunk_size=self.chunk_size,
         )
-        return -(-record.record_bytes(self.layout.payload_bytes(self.chunk_size)) // 4096) * 4096
+        return pages(record.record_bytes(self.layout.payload_bytes(self.chunk_size)))
 
     def config(self, **settings: Any) -> EngineConfig:
         """Return a config for this cache, with additional settings as in a config file."""
@@ -93,7 +93,7 @@ class Rig:
             self.config(**settings),
             layout=self.layout,
             namespace=self.namespace,
-            registry=registry or _installed(tuple(sys.path)),
+            registry=registry or installed(),
         )
 
     def write(self, slots: Sequence[int], values: torch.Tensor) -> None:
@@ -129,8 +129,3 @@ class Rig:
         for pair in self.tensors:
             for part in pair:
                 part.fill_(-7.0)
-
-
-@functools.lru_cache(maxsize=8)  # the installed plug-ins are read once for each state of `sys.path`
-def _installed(path: tuple[str, ...]) -> Registry:
-    return Registry(path)

@@ -135,6 +135,6 @@ def tier_stacks(
         inner = DictTier(DictConfig(max_bytes=None if limit is None else limit * SLAB_BYTES))
         faulty = FaultyTier(inner, draw(fault_plans(kinds=fault_kinds)) if fault_kinds else None)
         handle = TierHandle(faulty, name=f"tier{index}", logger=logger, timeout_s=timeout_s)
-        writer = TierWriter(handle, name=f"tier{index}", max_bytes=64 * SLAB_BYTES)
+        writer = TierWriter(handle, max_bytes=64 * SLAB_BYTES)
         stacked.append(StackedTier(f"tier{index}", handle, writer))
     return TierStack(stacked, write_timeout_s=timeout_s)

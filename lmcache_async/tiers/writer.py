@@ -87,7 +87,6 @@ class TierWriter:
 
     Args:
         tier: The tier.
-        name: Tier id, for messages.
         max_bytes: Bound of the queue in bytes.
         max_s: Bound of the time, in seconds, that the tier takes to write the queue at its measured rate. One
             chunk may be queued at any rate.
@@ -100,7 +99,6 @@ class TierWriter:
         self,
         tier: TierHandle,
         *,
-        name: str,
         max_bytes: int,
         max_s: float = math.inf,
         chunk_bytes: int = 0,
@@ -108,7 +106,6 @@ class TierWriter:
         workers: int = 2,
     ) -> None:
         self._tier = tier
-        self._name = name
         self._budget = ByteBudget(max(max_bytes, chunk_bytes))
         self._max_s = max_s
         self._rate = _WriteRate()
@@ -225,7 +222,7 @@ class TierWriter:
         try:
             await self._budget.reserve(nbytes, timeout_s=max(timeout_s, 0.0))
         except BudgetExceededError as error:
-            full = TierFullError(f"tier {self._name!r}: its write queue has no room: {error}")
+            full = TierFullError(f"tier {self._tier.name!r}: its write queue has no room: {error}")
             full.__cause__ = error
             return full
         if refusal := self._refusal():  # closed during the wait: it would never be written
@@ -281,4 +278,4 @@ class TierWriter:
         return self._was_closed() if self._closed else None
 
     def _was_closed(self) -> TierError:
-        return TierClosedError(f"tier {self._name!r} was closed")
+        return TierClosedError(f"tier {self._tier.name!r} was closed")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
-from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.buffer import PAGE, pages
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.record import prove
 from lmcache_async.memory.threads import WorkerPool
@@ -123,7 +123,7 @@ class RecordFiles:
         try:
             descriptor = self.open(key, nbytes)
             try:
-                record_bytes = prove(_pieces(descriptor, nbytes, scratch), key=key)
+                record_bytes = prove(pieces(descriptor, scratch), key=key)
             finally:
                 os.close(descriptor)
             if pages(record_bytes) != nbytes:
@@ -430,18 +430,13 @@ def _closed(error: RuntimeError) -> TierClosedError:
     return TierClosedError(f"the disk tier was closed: {error}")
 
 
-def pages(nbytes: int) -> int:
-    """Round `nbytes` up to whole pages, the unit of direct I/O and of record files."""
-    return -(-nbytes // PAGE) * PAGE
-
-
 def piece_size(nbytes: int, target: int) -> int:
     """Return a size in whole pages that divides `nbytes` into nearly equal pieces of about `target` bytes.
 
     A record is its payload and a page. In pieces of exactly 2 MiB that page alone would be a read of its own.
     """
     count = max((nbytes + target // 2) // target, 1)
-    return max(-(-nbytes // count // PAGE) * PAGE, PAGE)
+    return max(pages(-(-nbytes // count)), PAGE)
 
 
 def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
@@ -472,10 +467,13 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         done += whole
 
 
-def _pieces(descriptor: int, nbytes: int, scratch: memoryview) -> Iterator[memoryview]:
-    for offset in range(0, nbytes, len(scratch)):
-        piece = scratch[: min(len(scratch), nbytes - offset)]
-        yield piece[: read_all(descriptor, piece, offset)]
+def pieces(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
+    """Yield the content of a file in pieces, each read into `scratch`."""
+    offset = 0
+    while (read := read_all(descriptor, scratch, offset)) == len(scratch):
+        yield scratch
+        offset += read
+    yield scratch[:read]
 
 
 def _record_size(view: memoryview) -> int:

@@ -22,7 +22,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
@@ -36,7 +36,7 @@ from lmcache_async.plugins.disk.directory import (
     RecordDirectory,
     lock_holder,
 )
-from lmcache_async.plugins.disk.files import NO_SPACE, RecordFiles, pages, read_all
+from lmcache_async.plugins.disk.files import NO_SPACE, RecordFiles, pieces, read_all
 from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
 from lmcache_async.types import ChunkKey
 
@@ -216,8 +216,8 @@ class DiskRecords(OfflineStore):
             with self._file(key) as descriptor:
                 if descriptor is None:
                     return None
-                pieces = _header(descriptor, scratch) if header_only else _pieces(descriptor, scratch)
-                return visit(pieces)
+                found = _header(descriptor, scratch) if header_only else pieces(descriptor, scratch)
+                return visit(found)
         finally:
             self._scratch.put(scratch)
 
@@ -282,14 +282,6 @@ def _header(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
             yield scratch[:read]
             return
         nbytes = header_bytes
-
-
-def _pieces(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
-    offset = 0
-    while (read := read_all(descriptor, scratch, offset)) == len(scratch):
-        yield scratch
-        offset += read
-    yield scratch[:read]
 
 
 def _check_ranks(path: Path) -> None:

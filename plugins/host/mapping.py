@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from lmcache_async.daemon.messages import Grant
-from lmcache_async.memory.buffer import PAGE, Buffer, Bytes, Slab
+from lmcache_async.memory.buffer import Buffer, Bytes, Slab, pages
 from lmcache_async.memory.region import Region
 
 UNMAP_S = 5.0
@@ -87,8 +87,7 @@ class Mapping:
 
     def lend(self, grant: Grant) -> Buffer:
         """Return the record as a buffer. The lease is released when no buffer or view refers to the slab."""
-        nbytes = -(-grant.nbytes // PAGE) * PAGE
-        slab = Slab(self._usable(), grant.lease, nbytes, self, offset=grant.offset, common=True)
+        slab = Slab(self._usable(), grant.lease, pages(grant.nbytes), self, offset=grant.offset, common=True)
         self._slabs[grant.lease] = slab
         return Buffer(slab, grant.nbytes)
 

@@ -15,9 +15,8 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
-from lmcache_async.plugins.s3.bucket import Bucket
+from lmcache_async.plugins.s3.bucket import Bucket, open_store
 from lmcache_async.plugins.s3.config import S3Config
-from lmcache_async.plugins.s3.stores import open_store
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.types import ChunkKey

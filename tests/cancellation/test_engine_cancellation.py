@@ -13,7 +13,7 @@ from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from tests.support.engines import chunks_of
-from tests.support.tiers import Made, ParkingTier, installed
+from tests.support.tiers import Made, ParkingTier
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 OTHERS = [token + 1000 for token in TOKENS]
@@ -286,7 +286,7 @@ async def test_closing_during_a_call_ends_it_and_gives_every_lease_back(verb, pa
         assert task.exception() is None or isinstance(task.exception(), EngineClosedError)
         await turns(5)
         assert leases(opened.engine) == 0
-        opened.context = Rig().open(registry=installed())  # for the exit of the block
+        opened.context = Rig().open()  # for the exit of the block
         await opened.context.__aenter__()
 
 
@@ -299,7 +299,7 @@ async def test_closing_tells_that_device_memory_is_free():
             await opened.engine.store_chunks(request)
 
         assert with_room.is_set()
-        opened.context = Rig().open(registry=installed())
+        opened.context = Rig().open()
         await opened.context.__aenter__()
 
 

@@ -35,7 +35,7 @@ def records():
 @pytest.fixture(params=["queued", "at once"])
 def outside(request, records):
     handle = handle_of(DictTier(records=records), name="far")
-    writer = TierWriter(handle, name="far", max_bytes=1 << 20) if request.param == "queued" else None
+    writer = TierWriter(handle, max_bytes=1 << 20) if request.param == "queued" else None
     return StackedTier("far", handle, writer)
 
 

@@ -22,13 +22,13 @@ from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.worker import RankEngine
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.registry import Registry
+from lmcache_async.testing.fakes import FakeRegistry
 from tests.simulation.base import Simulation, run_simulation
 from tests.simulation.faults import ODDS, Faults, Weather
 from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
 from tests.simulation.tiers import Backend, tier_over
-from tests.support.tiers import installed
 from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
 
 
@@ -140,7 +140,7 @@ class Serving(Simulation):
             local_index=True,
             encrypted=self._encrypted,
         )
-        registry = installed().offering(tiers={"simulated": tier_over(self._backend)})
+        registry = FakeRegistry(tiers={"simulated": tier_over(self._backend)})
         self._registry = registry
         self._setup = Setup(
             folder=folder / "model",

@@ -20,6 +20,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.registry import TIERS
+from lmcache_async.testing.fakes import FakeRegistry, installed
 from lmcache_async.tiers.base import Tier
 from lmcache_async.types import StoreReport
 from tests.simulation.base import Simulation, run_simulation
@@ -37,7 +38,6 @@ from tests.simulation.scenario import (
     draw_scenario,
 )
 from tests.simulation.tiers import Disk, tier_over
-from tests.support.tiers import installed
 
 SETTLE_S = 10.0
 POLL_S = 0.01
@@ -432,7 +432,7 @@ class World(Simulation):
         if self.scenario.has_files:
             self._disk = Disk(cast("type[Tier]", installed().load(TIERS, "disk")))
             tiers[f"simulated_{FILES}"] = self._disk.tier_class
-        self._registry = installed().offering(tiers=tiers)
+        self._registry = FakeRegistry(tiers=tiers)
 
     def begin_step(self, verb: str) -> None:
         self.step += 1

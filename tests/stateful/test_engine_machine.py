@@ -9,14 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.machines import CacheMachine
 from tests.support.thorough import machine_settings
-from tests.support.tiers import installed, registry_of
-
-
-class EngineMachine(CacheMachine):
-    """Memory and disk."""
-
-    def make_registry(self):
-        return installed()
+from tests.support.tiers import registry_of
 
 
 class SlowerTierMachine(CacheMachine):
@@ -33,7 +26,7 @@ class SlowerTierMachine(CacheMachine):
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("machine", [EngineMachine, SlowerTierMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, SlowerTierMachine])
 def test_an_engine_keeps_its_promises(machine, loop_factory):
     on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})
 

@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self, TypeVar
 
-import uvloop
-
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.pool import Pool
 from lmcache_async.daemon.server import Daemon
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.plugins.host import HostConfig, HostTier
 from lmcache_async.types import ChunkKey
 
@@ -46,33 +44,32 @@ def socket_path() -> Iterator[Path]:
 
 
 class ThreadedDaemon:
-    """A real daemon on its own thread and event loop. `call` runs a coroutine on the daemon's loop."""
+    """A real daemon on its own thread and event loop. `call` calls a function there."""
 
     def __init__(self, path: Path, **options: object) -> None:
         small = {"max_bytes": 64 * MIB, "huge_pages": False, "prefault": False}
         self.config = DaemonConfig.model_validate({"socket": path, **small, **options})
         self.path = path
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="test-daemon", daemon=True)
-        self._error: BaseException | None = None
+        self._opened = contextlib.AsyncExitStack()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._started.wait(DEADLINE_S)
-        if self._error is not None:
-            self._thread.join(DEADLINE_S)
-            raise self._error
+        self.loop = LoopThread("test-daemon")
+        try:
+            opening = self._opened.enter_async_context(Daemon(self.config))
+            self.daemon = self.loop.submit(opening).result(DEADLINE_S)
+        except BaseException:
+            self.loop.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the daemon as SIGTERM does."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
+        """Stop the daemon as SIGTERM does. May be called twice."""
+        if not self.loop.closed:
+            self.loop.submit(self._opened.aclose()).result(DEADLINE_S)
+            self.loop.close()
 
     @property
     def pool(self) -> Pool:
@@ -82,7 +79,7 @@ class ThreadedDaemon:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(DEADLINE_S)
+        return self.loop.submit(run()).result(DEADLINE_S)
 
     def leases(self, tenant: str = "default") -> tuple[int, int]:
         """Return the number of leases of readers and of writers."""
@@ -113,17 +110,3 @@ class ThreadedDaemon:
             return True
 
         return self.call(replace)
-
-    def _run(self) -> None:
-        uvloop.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        try:
-            async with Daemon(self.config) as self.daemon:
-                self._started.set()
-                await self._stop.wait()
-        except BaseException as error:  # noqa: BLE001 - raised where the daemon was to start
-            self._error = error
-            self._started.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 
 from lmcache_async.logging import LimitedLogger
@@ -12,15 +11,9 @@ from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
 
 
-@functools.cache
-def installed() -> FakeRegistry:
-    """The installed plug-ins, read once, because the metadata of a large environment take about 50 ms."""
-    return FakeRegistry()
-
-
 def registry_of(**tiers) -> FakeRegistry:
     """Return a registry of the installed plug-ins and the given tiers by name."""
-    return installed().offering(tiers=tiers)
+    return FakeRegistry(tiers=tiers)
 
 
 class Made:

@@ -13,7 +13,6 @@ from lmcache_async.memory import record
 from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing import CacheMachine
 from lmcache_async.tiers.writer import TierWriter
-from tests.support.tiers import installed
 
 SETTINGS = settings(
     max_examples=300,  # it ends at the first failure
@@ -30,9 +29,6 @@ class Machine(CacheMachine):
     settings = CacheMachine.settings | {
         "retrieve.timeout_s": 3.0
     }  # a retrieve waits this long if slabs are leaked
-
-    def make_registry(self):
-        return installed()
 
 
 def unread(check, view, **options):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
 from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import pages
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
 
-RECORD_BYTES = disk_files.pages(FORMAT.record_bytes(5000))
+RECORD_BYTES = pages(FORMAT.record_bytes(5000))
 
 
 def path_of(config: DiskConfig, number: int) -> Path:
@@ -69,36 +69,6 @@ class FailingCall:
 
     def fail(self, error: int, times: int = 1) -> None:
         self.error, self.times = error, times
-
-
-class Gate:
-    """A replacement of an os function that blocks while the gate is shut."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.calls = 0
-        self._entered = threading.Semaphore(0)
-        self._open = threading.Event()
-        self._open.set()
-        real = getattr(os, name)
-
-        def call(*args: object, **options: object) -> object:
-            if not self._open.is_set():
-                self.calls += 1
-                self._entered.release()
-                assert self._open.wait(60)
-            return real(*args, **options)
-
-        monkeypatch.setattr(disk_files.os, name, call)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._entered.acquire, timeout=60)
-
-    def open(self) -> None:
-        self._open.set()
-
-    def shut(self) -> None:
-        self._open.clear()
-        self._entered = threading.Semaphore(0)
 
 
 async def turns() -> None:

@@ -23,18 +23,18 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.plugins.disk.directory import RecordDirectory
-from lmcache_async.plugins.disk.files import pages
 from lmcache_async.testing.conformance import SuffixEvictionConformance, TierConformance
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS
 from lmcache_async.testing.records import FORMAT, key_of, record
 from lmcache_async.types import ChunkKey
+from tests.support.gates import Gate
 from tests.support.thorough import machine_settings
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, path_of, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put, turns
 
 
 def edit_file(root: Path, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
@@ -362,7 +362,7 @@ async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path):
 async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, "pwrite")
+    gate = Gate(monkeypatch, os, "pwrite")
     async with DiskTier(config) as tier:
         buffer = record(arena, 1)
         gate.shut()
@@ -387,7 +387,7 @@ async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
 
 
 async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, "pwrite")
+    gate = Gate(monkeypatch, os, "pwrite")
     config = config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
     async with DiskTier(config) as tier:
         first, second = record(arena, 1), record(arena, 2)
@@ -414,7 +414,7 @@ async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(config, a
 async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, "preadv")
+    gate = Gate(monkeypatch, os, "preadv")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
         for call in (
@@ -437,7 +437,7 @@ async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
 async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, "preadv")
+    gate = Gate(monkeypatch, os, "preadv")
     async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
         await put(tier, arena, *range(6))
         gate.shut()
@@ -456,7 +456,7 @@ async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once
 async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, "preadv")
+    gate = Gate(monkeypatch, os, "preadv")
     async with DiskTier(config.model_copy(update={"max_bytes": RECORD_BYTES})) as tier:
         await put(tier, arena, 1)
         gate.shut()

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from lmcache_async.errors import TierClosedError, TierError, TierUnavailableErro
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
+from tests.support.gates import Gate
 from tests.support.processes import open_fds
 from tests.support.tiers import handle_of
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, Gate, bytes_in, get, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, put, turns
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_whe
 async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_moves(
     config, arena, allocate, monkeypatch, call
 ):
-    gate = Gate(monkeypatch, call)
+    gate = Gate(monkeypatch, os, call)
     config = config.model_copy(update={"io_threads": 2})
     inner = DiskTier(config)
     handle = handle_of(inner, timeout_s=0.05)
@@ -172,7 +172,7 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
 async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_until_the_end(
     config, arena, monkeypatch
 ):
-    gate = Gate(monkeypatch, "pwrite")
+    gate = Gate(monkeypatch, os, "pwrite")
     tier = DiskTier(config)
     await tier.__aenter__()
     buffer = record(arena, 1)
@@ -196,7 +196,7 @@ async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_
 
 
 async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, "pwrite")
+    gate = Gate(monkeypatch, os, "pwrite")
     tier = DiskTier(config.model_copy(update={"io_threads": 1}))
     await tier.__aenter__()
     with record(arena, 1) as first, record(arena, 2) as second:
@@ -222,7 +222,7 @@ async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays
 
 
 async def test_the_handle_closes_a_stuck_tier_within_its_deadline(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, "pwrite")
+    gate = Gate(monkeypatch, os, "pwrite")
     tier = handle_of(DiskTier(config), timeout_s=60, close_timeout_s=0.05)
     async with asyncio.timeout(60):
         async with tier:
@@ -241,23 +241,14 @@ async def test_the_handle_closes_a_stuck_tier_within_its_deadline(config, arena,
 async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
     config, monkeypatch
 ):
-    entered, go_on = threading.Event(), threading.Event()
-    real = os.scandir
-
-    def scandir(path: object = ".") -> object:
-        if not go_on.is_set():
-            entered.set()
-            assert go_on.wait(60)
-        return real(path)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(os, "scandir", scandir)
+    gate = Gate(monkeypatch, os, "scandir", shut=True)
     opening = asyncio.ensure_future(DiskTier(config).__aenter__())
-    assert await asyncio.to_thread(entered.wait, 60)
+    await gate.reached()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
 
-    go_on.set()
+    gate.open()
     await reopened(config, holds=0)
 
 

@@ -22,13 +22,14 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer, Bytes
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host import HostTier, copying
 from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.results import memory_was_short
 from lmcache_async.types import ChunkKey
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+from tests.support.gates import Gate
 
 RECORD_BYTES = FORMAT.record_bytes(5000)
 
@@ -84,7 +85,7 @@ class Frozen:
             self._stopped.set()
             assert self._go_on.wait(DEADLINE_S)
 
-        self._daemon._loop.call_soon_threadsafe(stop)
+        self._daemon.loop.call_soon(stop)
         assert self._stopped.wait(DEADLINE_S)
 
     def __exit__(self, *_: object) -> None:
@@ -344,27 +345,9 @@ def flags_of(address: int) -> list[str]:
     raise AssertionError("nothing is mapped there")
 
 
-class Gate:
-    """A replacement of copy_bytes that blocks until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.opened = threading.Event(), threading.Event()
-        real = copying.copy_bytes
-
-        def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
-            self.entered.set()
-            assert self.opened.wait(DEADLINE_S)
-            real(target, source, stream=stream)
-
-        monkeypatch.setattr(copying, "copy_bytes", copy_bytes)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, DEADLINE_S)
-
-
 @pytest.mark.parametrize("how", ["cancelled", "closed", "thrown out"])
 async def test_a_reservation_lasts_until_its_copy_has_really_ended(daemon, arena, monkeypatch, how):
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, copying, "copy_bytes", shut=True)
     tier = opened(daemon, arena)
     await tier.__aenter__()
     connection = tier._opened.connection  # type: ignore[union-attr]
@@ -385,7 +368,7 @@ async def test_a_reservation_lasts_until_its_copy_has_really_ended(daemon, arena
     assert closing is None or not closing.done()
     churn(daemon)
     assert daemon.leases("t") == (0, 1), "the memory is another's while our thread writes to it"
-    gate.opened.set()
+    gate.open()
     await asyncio.wait([call])
     assert call.cancelled() or isinstance(call.exception(), TierError)
     buffer.release()
@@ -420,9 +403,9 @@ async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
 
 async def test_existing_records_are_not_copied_again(daemon, tier, arena, monkeypatch):
     await put(tier, arena, 1)
-    gate = Gate(monkeypatch)  # blocks any copy
+    gate = Gate(monkeypatch, copying, "copy_bytes", shut=True)
     await put(tier, arena, 1)
-    assert not gate.entered.is_set()
+    assert gate.threads == set()
 
 
 async def test_a_large_record_is_copied_by_several_threads_to_the_byte():

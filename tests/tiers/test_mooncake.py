@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +19,7 @@ from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import ChunkKey
+from tests.support.gates import Gate
 from tests.support.mooncake_pool import MooncakePool, make_config, replace
 from tests.support.thorough import machine_settings
 
@@ -85,25 +85,21 @@ class TestMooncakeMachine(MooncakeMachine.TestCase):  # type: ignore[misc,name-d
 
 
 class Store:
-    """Mooncake's client with calls that a test can replace or block."""
+    """Mooncake's client with calls that a test can replace."""
 
     def __init__(self, client: MooncakeDistributedStore) -> None:
         self._client = client
         self.order: list[str] = []
-        self.begun, self.gate = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def note(self, verb: str, *, held: bool = False) -> None:
-        """Record the start and the end of calls. Held calls start only when `gate` is set."""
+    def note(self, verb: str) -> None:
+        """Record the start and the end of calls."""
         real = getattr(self._client, verb)
 
         def call(*arguments: object, **options: object) -> object:
             self.order.append(f"{verb} begins")
-            if held:
-                self.begun.set()
-                assert self.gate.wait(30)
             result = real(*arguments, **options)
             self.order.append(f"{verb} ends")
             return result
@@ -143,17 +139,19 @@ async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
         got.release()
 
 
-async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(opened, store, arena, allocate):
+async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
+    opened, store, arena, allocate, monkeypatch
+):
     await TierRig(opened, arena).put(*range(3))
-    store.note("batch_get_into", held=True)
+    gate = Gate(monkeypatch, store, "batch_get_into", shut=True)
     reading = asyncio.ensure_future(opened.get_many([key_of(number) for number in range(3)], allocate))
-    await asyncio.to_thread(store.begun.wait, 30)
+    await gate.reached()
     for _ in range(3):
         reading.cancel()
         await turns(5)
     assert not reading.done()
     assert arena.statistics().leased_slabs > 0
-    store.gate.set()
+    gate.open()
     await in_time(asyncio.wait({reading}))
 
     assert reading.cancelled()
@@ -170,18 +168,19 @@ async def test_a_record_that_went_between_lookup_and_read_is_a_miss(opened, stor
 
 @pytest.mark.parametrize("moving", ["batch_get_into", "batch_put_from"])
 async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_removed(
-    opened, store, arena, moving
+    opened, store, arena, monkeypatch, moving
 ):
     """The space of a removed record may be reused at once."""
     await TierRig(opened, arena).put(1)
-    store.note(moving, held=True)
+    store.note(moving)
+    gate = Gate(monkeypatch, store, moving, shut=True)
     store.note("remove")
     rig = TierRig(opened, arena)
     moved = asyncio.ensure_future(rig.holds(1) if moving == "batch_get_into" else rig.put(1))
-    await asyncio.to_thread(store.begun.wait, 30)
+    await gate.reached()
     removed = asyncio.ensure_future(opened.remove(key_of(1)))
     await turns(5)
-    store.gate.set()
+    gate.open()
     await in_time(asyncio.gather(moved, removed))
 
     assert store.order == [f"{moving} begins", f"{moving} ends", "remove begins", "remove ends"]

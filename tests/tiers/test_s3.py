@@ -13,7 +13,7 @@ from hypothesis.stateful import rule
 from obstore.store import LocalStore, ObjectStore
 
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.plugins.s3.bucket import open_store
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.types import ChunkKey

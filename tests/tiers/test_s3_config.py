@@ -8,7 +8,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from lmcache_async.config import load_config, validate_options
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.stores import open_store, reason, translated
+from lmcache_async.plugins.s3.bucket import open_store, reason, translated
 from lmcache_async.registry import TIERS, Registry
 
 SECRET = "kept-from-everybody"

@@ -11,8 +11,7 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.bucket import Bucket, name_of
-from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.plugins.s3.bucket import Bucket, name_of, open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns

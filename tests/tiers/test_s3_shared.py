@@ -1,21 +1,25 @@
-"""The s3 tier: a shared bucket, and limits on requests."""
+"""The s3 tier: a shared bucket, limits on requests, and copies into the arena in threads."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import threading
+from pathlib import Path
 
 import obstore
 import pytest
+from obstore.store import LocalStore
 
-from lmcache_async.errors import TierClosedError, TierUnavailableError
+from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.s3 import S3Tier
-from lmcache_async.plugins.s3.bucket import Bucket, name_of
-from lmcache_async.plugins.s3.stores import open_store
+from lmcache_async.plugins.s3 import S3Config, S3Tier
+from lmcache_async.plugins.s3 import tier as s3_tier
+from lmcache_async.plugins.s3.bucket import Bucket, name_of, open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
-from lmcache_async.testing.steps import DEADLINE_S
+from lmcache_async.testing.steps import DEADLINE_S, turns
+from tests.support.gates import Gate
 from tests.support.proxy import Proxy
 
 
@@ -145,10 +149,54 @@ async def test_no_more_requests_are_under_way_than_asked_for(s3_server, arena, a
         assert proxy.most_waiting == 3
 
 
-async def test_a_forked_child_cannot_use_what_it_inherited(tier, allocate, monkeypatch):
-    async with tier:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "getpid", lambda: -1)
-            with pytest.raises(TierClosedError, match="forked"):
-                await tier.get(key_of(1), allocate)
-        assert await in_time(tier.get(key_of(1), allocate)) is None
+@pytest.fixture
+def copies(monkeypatch):
+    """A gate in front of the tier's copies, shut at first."""
+    gate = Gate(monkeypatch, s3_tier, "_fill", shut=True)
+    yield gate
+    gate.open()
+
+
+def tier_over(directory: Path, part_bytes: int, arena: Arena) -> S3Tier:
+    tier = S3Tier(S3Config(url="s3://files", part_bytes=part_bytes), store=LocalStore(directory))
+    tier.bind(arena)
+    return tier
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 20, 4096], ids=["whole", "parts"])
+async def test_a_cancelled_get_keeps_its_lease_until_the_copy_in_a_thread_has_ended(
+    copies, tmp_path, arena, allocate, part_bytes
+):
+    async with tier_over(tmp_path, part_bytes, arena) as tier:
+        await TierRig(tier, arena, lambda _: 60_000).put(1)
+        reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
+        await copies.reached()
+        for _ in range(3):
+            reading.cancel()
+            await turns(5)
+        assert not reading.done()
+        assert arena.statistics().leased_slabs == 1
+
+        copies.open()
+        await in_time(asyncio.wait({reading}))
+        assert reading.cancelled()
+        assert arena.statistics().leased_slabs == 0
+        assert threading.get_ident() not in copies.threads
+
+
+async def test_closing_waits_for_a_copy_and_ends_the_threads(copies, tmp_path, arena, allocate):
+    tier = tier_over(tmp_path, 1 << 20, arena)
+    await tier.__aenter__()
+    await TierRig(tier, arena).put(1)
+    reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
+    await copies.reached()
+    closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
+    await turns(5)
+    assert not closing.done()
+
+    copies.open()
+    await in_time(closing)
+    buffer = await in_time(reading)
+    assert buffer is not None
+    buffer.release()
+    assert not [thread for thread in threading.enumerate() if thread.ident in copies.threads]

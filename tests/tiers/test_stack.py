@@ -19,11 +19,10 @@ from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, Gate
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
 from lmcache_async.testing.records import allocator, key_of, small_arena
 from lmcache_async.testing.rig import Rig
-from lmcache_async.testing.steps import turns
+from lmcache_async.testing.steps import cancelled_at_each_await, turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
-from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time
 
@@ -73,7 +72,7 @@ def stack_of(*tiers, max_bytes=10_000, write_timeout_s=0.0, chunk_bytes=0, encry
         handle = handle_of(tier, name=f"t{index}", timeout_s=timeout_s)
         writer = None
         if handle.capabilities.writes and not handle.capabilities.in_arena:
-            writer = TierWriter(handle, name=f"t{index}", max_bytes=max_bytes, chunk_bytes=chunk_bytes)
+            writer = TierWriter(handle, max_bytes=max_bytes, chunk_bytes=chunk_bytes)
         stacked.append(StackedTier(f"t{index}", handle, writer))
     return TierStack(stacked, write_timeout_s=write_timeout_s, encrypted=encrypted)
 
@@ -205,13 +204,13 @@ async def test_a_fetch_cancelled_at_any_step_gives_every_buffer_back(arena):
     tiers = [holding([0, 1], TurningTier), holding([2, 4, 5, 3], TurningTier)]  # chunk 3 was removed
     async with Opened(arena, *tiers) as stack:
 
-        async def fetch():
+        async def fetch(_):
             fetched = await stack.fetch(keys, planned, allocate_from(arena))
             check_and_release(fetched, range(6))
             return fetched.tiers
 
         last = None
-        async for task in cancelled_at_each_step(fetch):
+        async for task in cancelled_at_each_await(fetch):
             last = task
             while stack.late_calls:
                 await asyncio.sleep(0)
@@ -296,7 +295,7 @@ async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_ba
     tiers = [TurningTier(), TurningTier()]
     async with Opened(arena, *tiers, DictTier(), max_bytes=250, write_timeout_s=60) as stack:
 
-        async def one():
+        async def one(_):
             items = filled(arena, range(6))
             try:
                 if verb == "write":
@@ -306,7 +305,7 @@ async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_ba
             finally:
                 release(buffer for _, buffer in items)
 
-        async for _ in cancelled_at_each_step(one):
+        async for _ in cancelled_at_each_await(one):
             assert await stack.flush(timeout_s=5)
             assert arena.statistics().leased_slabs == 0
         assert all(len(tier.records) == 6 for tier in tiers) or verb == "promote"
@@ -421,13 +420,13 @@ async def test_leases_for_a_pin_survive_a_tier_that_fails(arena):
 async def test_leasing_for_a_pin_cancelled_at_any_step_gives_every_lease_back(arena):
     async with Opened(arena, holding([0, 2], Arenaish), holding([1], Arenaish)) as stack:
 
-        async def lease():
+        async def lease(_):
             leases = await stack.lease_in_arena([key_of(n) for n in range(3)], [0, 1, 0])
             release(leases)
             return len(leases)
 
         last = None
-        async for task in cancelled_at_each_step(lease):
+        async for task in cancelled_at_each_await(lease):
             last = task
             assert arena.statistics().leased_slabs == 0
         assert last.result() == 3
@@ -467,13 +466,13 @@ async def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(arena):
 async def test_an_opening_cancelled_at_any_step_closes_what_it_opened(arena):
     log = []
 
-    async def open_and_close():
+    async def open_and_close(_):
         stack = stack_of(Watched(log, "a"), Watched(log, "b"))
         await stack.open(arena)
         log.append("open")
         await stack.aclose(timeout_s=1)
 
-    async for _ in cancelled_at_each_step(open_and_close):
+    async for _ in cancelled_at_each_await(open_and_close):
         assert [name for name in log if name[0] == "+"] == [
             f"+{name[1]}" for name in reversed(log) if name[0] == "-"
         ]

@@ -12,10 +12,9 @@ from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError
 from lmcache_async.testing.fakes import DictTier, GatedTier
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
 from lmcache_async.testing.records import key_of, small_arena
-from lmcache_async.testing.steps import turns
+from lmcache_async.testing.steps import cancelled_at_each_await, turns
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.writer import TierWriter
-from tests.support.steps import cancelled_at_each_step
 from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time, now
 
@@ -59,7 +58,7 @@ class CallsTier(DictTier):
 
 def open_writer(tier, *, max_bytes=10_000, **kwargs):
     handle = tier if isinstance(tier, TierHandle) else handle_of(tier, timeout_s=1e6)
-    writer = TierWriter(handle, name="t", max_bytes=max_bytes, **kwargs)
+    writer = TierWriter(handle, max_bytes=max_bytes, **kwargs)
     writer.start()
     return writer
 
@@ -319,12 +318,12 @@ async def test_a_submit_cancelled_at_any_step_leaves_queued_what_is_queued(arena
     tier = CallsTier()
     async with opened(tier, max_bytes=25, call_bytes=10, workers=1) as writer:
 
-        async def submit():
+        async def submit(_):
             with Items(arena, [10] * 8) as items:
                 return await writer.submit(items, timeout_s=5)
 
         last = None
-        async for task in cancelled_at_each_step(submit):
+        async for task in cancelled_at_each_await(submit):
             last = task
             assert await writer.flush(timeout_s=5)
             assert arena.statistics().leased_slabs == 0

@@ -12,7 +12,7 @@ from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import Namespace
-from tests.support.tiers import installed
+from lmcache_async.testing.fakes import installed
 
 BLOCKS, BLOCK_SIZE, CHUNK = 24, 4, 8
 

@@ -18,9 +18,9 @@ from lmcache_async.pipeline.batch import (
     Scope,
     SealedBatch,
 )
+from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
 from tests.support.engines import leased
-from tests.support.tiers import installed
 
 TOKENS = list(range(100, 132))  # 4 chunks of 8
 SLOTS = list(range(32))
@@ -98,7 +98,7 @@ def opened(rig, chain, stage, behind, stages):
     names = {"store": list(STORE), "retrieve": list(RETRIEVE)}
     names[chain].insert(names[chain].index(behind) + 1, stage)
     return rig.open(
-        registry=installed().offering(stages=stages),
+        registry=FakeRegistry(stages=stages),
         tiers=["cpu"],
         **{f"{chain}.stages": names[chain] for chain in names},
     )

@@ -32,8 +32,8 @@ lmcache_async/tiers/handle.py | must be an instance of Capabilities | tests/tier
 plugins/disk/directory.py | refuses direct I/O | tests/tiers/test_disk.py | ConfigError, match="odirect"
 plugins/mooncake/pool.py | needs the package | tests/tiers/test_mooncake_config.py | mooncake-transfer-engine-non-cuda
 plugins/mooncake/pool.py | needs a system library | tests/tiers/test_mooncake_config.py | MissingDependencyError
-plugins/s3/stores.py | {config.url}: {reason(error)} | tests/tiers/test_s3_config.py | ConfigError, match="az://c"
-plugins/s3/stores.py | cannot be read | tests/tiers/test_s3_config.py | ConfigError, match="cannot be read"
+plugins/s3/bucket.py | {config.url}: {reason(error)} | tests/tiers/test_s3_config.py | ConfigError, match="az://c"
+plugins/s3/bucket.py | cannot be read | tests/tiers/test_s3_config.py | ConfigError, match="cannot be read"
 plugins/valkey/tier.py | str(answer) | tests/tiers/test_valkey_answers.py | ConfigError, match="answered 'ERR'"
 """.strip().splitlines()
 ]

@@ -15,7 +15,7 @@ from lmcache_async.config.validation import EXPECTED
 from lmcache_async.daemon.config import DaemonConfig, TenantOptions
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import LAYERS, TIERS
-from tests.support.tiers import installed
+from lmcache_async.testing.fakes import installed
 
 WRONG: list[Any] = [
     *(None, True, False, 0, 1, -1, 10**30, 1.5, -0.5, math.nan, math.inf),

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.registry import Registry
-from lmcache_async.testing.fakes import Fault, FaultKind, FaultPlan, FaultyRegistry
+from lmcache_async.testing.fakes import Fault, FaultKind, FaultPlan, FaultyRegistry, installed
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import cancelled_at_await
 from lmcache_async.testing.strategies import fault_plans, token_streams
@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def make_registry(self) -> Registry:
         """Return the registry of the tiers: the installed plug-ins. A FakeRegistry offers other classes."""
-        return Registry()
+        return installed()
 
     @initialize(slabs=st.none() | st.integers(1, 12), memory=st.booleans())
     def start(self, slabs: int | None, memory: bool) -> None:
