@@ -10,13 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from lmcache_async.daemon.messages import Op, pack_wishes
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.testing.rig import Rig
+from tests.support import engines
 from tests.support.daemons import host_tier
 
 TOKENS = list(range(100, 136))
@@ -45,11 +44,9 @@ async def hold(path: Path) -> None:
 
 async def store(path: Path) -> None:
     rig = Rig(slabs=32)
-    rig.write(range(len(TOKENS)), rig.content(TOKENS))
     tiers = [{"name": "host", "socket": str(path), "prefault": False, "connect_timeout_s": 10}]
     async with rig.open(tiers=tiers) as engine:
-        report = await engine.store(TOKENS, torch.arange(len(TOKENS)))
-        assert await engine.flush(timeout_s=30)
+        report = await engines.store(rig, engine, TOKENS)
         print(f"stored {report.stored}", flush=True)  # noqa: T201
 
 
