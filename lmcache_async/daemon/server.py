@@ -35,7 +35,6 @@ from lmcache_async.metrics.endpoint import status_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from lmcache_async.daemon.config import DaemonConfig
 
@@ -89,9 +88,7 @@ class Daemon:
             self._exit = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Stop listening and close all connections. Clients keep the memory that they have mapped."""
         await self._exit.aclose()
 

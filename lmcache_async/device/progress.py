@@ -28,19 +28,14 @@ class LoadProgress:
         self._changed = threading.Condition()
         self._planes = 0
         self._begun = False
-        self._abandoned = False
+        self.abandoned = False  # by the waiting thread; an abandoned load is never written
         self._ended = False
         self._help: Callable[[int], object] | None = None
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the waiting thread has abandoned the load. An abandoned load is never written."""
-        return self._abandoned
 
     def begin(self) -> bool:
         """Return whether the copier may write. If not, the load is abandoned."""
         with self._changed:
-            self._begun = not self._abandoned
+            self._begun = not self.abandoned
             self._changed.notify_all()  # the waiting thread then waits without a deadline
             return self._begun
 
@@ -86,7 +81,7 @@ class LoadProgress:
                     return self._help
                 left = None if self._begun else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    self._abandoned = True
+                    self.abandoned = True
                 else:
                     self._changed.wait(left)
         return None
@@ -101,7 +96,7 @@ class LoadProgress:
             return self._changed.wait_for(lambda: self._ended, max(0.0, deadline - time.monotonic()))
 
     def _settled(self, planes: int) -> bool:
-        return self._planes >= planes or self._ended or self._abandoned
+        return self._planes >= planes or self._ended or self.abandoned
 
 
 class Part(NamedTuple):

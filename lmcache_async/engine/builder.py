@@ -294,7 +294,7 @@ class _RunnerMaker:
         chain = self._chain(store_stages(self._config), resources)
         chain.check_ends(StoreRequest, BatchStored)
         return Runner(
-            chain,
+            chain=chain,
             batch_chunks=max(1, self._store_batch_bytes // self._arena.slab_bytes),
             chunk_bytes=self._arena.slab_bytes,
             budget=self._store_budget,
@@ -313,12 +313,12 @@ class _RunnerMaker:
             budget=self._retrieve_budget,
         )
         retrieve = make(
-            chain,
+            chain=chain,
             failed=lambda _, cause: RetrieveReport(cause=cause),
             ends=lambda report: bool(report.cause),
         )
         prefetch = make(
-            Chain(chain.stages[:-1]),
+            chain=Chain(chain.stages[:-1]),
             failed=lambda batch, _: batch.part(0, 0),
             ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
         )

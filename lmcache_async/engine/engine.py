@@ -85,7 +85,11 @@ class CacheEngine:
         self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
         self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
         self._lookups = Lookups(
-            parts.stack, self._pins, self._costs, timeout_s=config.retrieve.timeout_s, spawn=self._spawn
+            stack=parts.stack,
+            pins=self._pins,
+            costs=self._costs,
+            timeout_s=config.retrieve.timeout_s,
+            spawn=self._spawn,
         )
 
     @classmethod

@@ -94,43 +94,32 @@ class Pins:
             self.release(lookup_id)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Lookups:
-    """Look up keys in the tiers, and pin chunks in host memory for lookups with an id.
+    """Look up keys in the tiers, and pin chunks in host memory for lookups with an id."""
 
-    Chunks without an answer within `timeout_s` are misses. `spawn` starts background work.
-    """
-
-    def __init__(
-        self,
-        stack: TierStack,
-        pins: Pins,
-        costs: LoadCosts,
-        *,
-        timeout_s: float,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        self._stack = stack
-        self._pins = pins
-        self._costs = costs
-        self._timeout_s = timeout_s
-        self._spawn = spawn
+    stack: TierStack
+    pins: Pins
+    costs: LoadCosts
+    timeout_s: float  # chunks without an answer by then are misses
+    spawn: Callable[[Coroutine[Any, Any, None]], None]  # starts background work
 
     async def prefix(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> LookupResult:
         """Return the longest stored prefix. Earlier pins of the same id are released."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                tiers, _ = await self._stack.plan(keys)
+            async with asyncio.timeout(self.timeout_s):
+                tiers, _ = await self.stack.plan(keys)
         except TimeoutError:
             return LookupResult(count=0, by_tier={})
         pinned = 0
         if lookup_id is not None:
-            self._pins.release(lookup_id)
+            self.pins.release(lookup_id)
             pinned = await self._pin(keys, tiers, lookup_id)
-        names = [stacked.id for stacked in self._stack.tiers]
+        names = [stacked.id for stacked in self.stack.tiers]
         by_tier = dict(Counter(names[tier] for tier in tiers))
-        costs = self._costs.ends(tiers)
-        if (stale := self._costs.stale(tiers)) is not None:
-            self._spawn(self._costs.measure(keys[stale], tiers[stale]))
+        costs = self.costs.ends(tiers)
+        if (stale := self.costs.stale(tiers)) is not None:
+            self.spawn(self.costs.measure(keys[stale], tiers[stale]))
         return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned, costs=costs)
 
     async def first(self, runs: Sequence[Sequence[ChunkKey]], lookup_id: str | None) -> FirstPresent | None:
@@ -145,13 +134,13 @@ class Lookups:
     async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
         """Query the first run alone, because it is often the one, and then all others at the same time."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 if runs:
-                    tiers, _ = await self._stack.plan(runs[0])
+                    tiers, _ = await self.stack.plan(runs[0])
                     if len(tiers) == len(runs[0]):
                         return 0, tiers
                 async with asyncio.TaskGroup() as group:
-                    plans = [group.create_task(self._stack.plan(run)) for run in runs[1:]]
+                    plans = [group.create_task(self.stack.plan(run)) for run in runs[1:]]
                 for position, plan in enumerate(plans, 1):
                     tiers, _ = plan.result()
                     if len(tiers) == len(runs[position]):
@@ -159,8 +148,8 @@ class Lookups:
         return None
 
     async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:
-        arena = {i for i, each in enumerate(self._stack.tiers) if not each.leaves_memory}
+        arena = {i for i, each in enumerate(self.stack.tiers) if not each.leaves_memory}
         held = [i for i, tier in enumerate(tiers) if tier in arena]
-        held = held[: self._pins.room]
-        leases = await self._stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
-        return self._pins.hold(lookup_id, leases)
+        held = held[: self.pins.room]
+        leases = await self.stack.lease_in_arena([keys[i] for i in held], [tiers[i] for i in held])
+        return self.pins.hold(lookup_id, leases)

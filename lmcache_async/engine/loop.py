@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import uvloop
@@ -42,7 +41,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         # Held while work is submitted: work submitted after closing would never run.
         self._lock = threading.Lock()
-        self._closed = ""  # or the reason why nothing runs any more
+        self.closed = ""  # while the loop accepts calls, else the reason why nothing runs any more
         self._stopping = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -68,11 +67,6 @@ class LoopThread:
                 f" forked; an engine cannot be used after a fork: open one in this process"
             )
 
-    @property
-    def closed(self) -> str:
-        """The reason why nothing runs any more; "" while the loop accepts calls."""
-        return self._closed
-
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start the coroutine on the loop. Cancelling the future cancels the coroutine.
 
@@ -83,13 +77,13 @@ class LoopThread:
             coroutine.close()
         self.check_process()
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
                 self._futures.add(future)
                 future.add_done_callback(self._futures.discard)
                 return future
         coroutine.close()
-        raise EngineClosedError(self._closed)
+        raise EngineClosedError(self.closed)
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call the function on the loop's thread.
@@ -99,8 +93,8 @@ class LoopThread:
         """
         self.check_process()
         with self._lock:
-            if self._closed:
-                raise EngineClosedError(self._closed)
+            if self.closed:
+                raise EngineClosedError(self.closed)
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -113,8 +107,8 @@ class LoopThread:
         """
         self.check_process()
         with self._lock:
-            has_ended = bool(self._closed)
-            self._closed = self._closed or _CLOSED
+            has_ended = bool(self.closed)
+            self.closed = self.closed or _CLOSED
             if not has_ended:
                 drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
         if has_ended:
@@ -133,9 +127,7 @@ class LoopThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -170,16 +162,16 @@ class LoopThread:
     def _end(self, cause: str) -> None:
         self._started.set()
         with self._lock:
-            has_failed = not self._closed
+            has_failed = not self.closed
             if has_failed:
-                self._closed = f"the event loop's thread has ended: {cause}"
+                self.closed = f"the event loop's thread has ended: {cause}"
             lost = list(self._futures) if has_failed else []
         if has_failed:
-            self._logger.log(logging.ERROR, "ended", "%s; every call fails from now on", self._closed)
+            self._logger.log(logging.ERROR, "ended", "%s; every call fails from now on", self.closed)
             self._finish(_cancel_others(LAST_S))
             for future in lost:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended
-                    future.set_exception(EngineClosedError(self._closed))
+                    future.set_exception(EngineClosedError(self.closed))
         self._finish(self._loop.shutdown_asyncgens())
         self._loop.close()
 

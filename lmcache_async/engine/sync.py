@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack
 
 import torch
@@ -252,9 +251,7 @@ class LMCacheEngine:
         self._loop.check_process()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # A forked child has nothing to close, and an error of the block must propagate.
         if not self._loop.inherited:
             self.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
@@ -82,17 +84,15 @@ def make_tier(
     return tier_class(options.for_process(rank=rank, replica=replica))
 
 
+@dataclass(frozen=True, slots=True)
 class LayerMaker:
     """Makes the layers of the tiers of one engine."""
 
-    def __init__(
-        self, registry: Registry, config: EngineConfig, logger: LimitedLogger, metrics: EngineMetrics
-    ) -> None:
-        self._registry = registry
-        self._third_party = config.plugins.third_party
-        self._logger = logger
-        self._metrics = metrics
-        self._shared = Shared()
+    registry: Registry
+    config: EngineConfig
+    logger: LimitedLogger
+    metrics: EngineMetrics
+    shared: Shared = field(default_factory=Shared)
 
     def layers(self, spec: TierSpec, *, in_arena: bool) -> list[Layer]:
         """Return the layers of a tier, outermost first."""
@@ -110,8 +110,8 @@ class LayerMaker:
             ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
             MissingDependencyError: A required package is not installed.
         """
-        layer_class = self._registry.load_class(
-            LAYERS, spec.name, Layer, where=spec.where, third_party=self._third_party
+        layer_class = self.registry.load_class(
+            LAYERS, spec.name, Layer, where=spec.where, third_party=self.config.plugins.third_party
         )
         if in_arena and not layer_class.fits_arena:
             raise ConfigError(
@@ -123,10 +123,10 @@ class LayerMaker:
             tier=tier.id,
             layer=spec.id,
             timeout_s=tier.timeout_s,
-            logger=self._logger,
-            shared=self._shared,
+            logger=self.logger,
+            shared=self.shared,
             where=spec.where,
-            metrics=self._metrics.tier(tier.id),
+            metrics=self.metrics.tier(tier.id),
         )
         return layer_class(options, context)
 

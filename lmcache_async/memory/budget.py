@@ -32,7 +32,7 @@ class ByteBudget:
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._limit = max_bytes
         self._used = 0
         self._peak = 0
@@ -41,17 +41,13 @@ class ByteBudget:
         # Not a deque: a waiter that times out is removed from the middle in O(1).
         self._waiters: OrderedDict[asyncio.Future[bool], int] = OrderedDict()
 
-    @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
-
     def limit(self, nbytes: int) -> None:
         """Limit new reservations to `nbytes` bytes in total. Existing reservations are kept.
 
         A reservation within the whole budget is always granted when no other bytes are reserved.
         """
         _check(nbytes)
-        self._limit = min(nbytes, self._max_bytes)
+        self._limit = min(nbytes, self.max_bytes)
         self._serve()
 
     def reserve_nowait(self, nbytes: int) -> bool:
@@ -70,9 +66,9 @@ class ByteBudget:
         """
         if self.reserve_nowait(nbytes):
             return
-        if nbytes > self._max_bytes:
+        if nbytes > self.max_bytes:
             self._refused += 1
-            raise BudgetExceededError(f"{nbytes} bytes are more than the whole budget of {self._max_bytes}")
+            raise BudgetExceededError(f"{nbytes} bytes are more than the whole budget of {self.max_bytes}")
         self._waited += 1
         loop = asyncio.get_running_loop()
         granted = loop.create_future()
@@ -126,7 +122,7 @@ class ByteBudget:
         )
 
     def _fits(self, nbytes: int) -> bool:
-        return self._used + nbytes <= (self._limit if self._used else self._max_bytes)
+        return self._used + nbytes <= (self._limit if self._used else self.max_bytes)
 
     def _add(self, nbytes: int) -> None:
         self._used += nbytes

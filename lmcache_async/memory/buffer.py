@@ -6,7 +6,6 @@ import math
 import sys
 import sysconfig
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -314,9 +313,7 @@ class Buffer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

@@ -14,7 +14,6 @@ import socket
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
@@ -110,9 +109,7 @@ class StatusServer:
             _start(self._tasks, self._accept(listener))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Stop listening and end all connections."""
         tasks = (*self._tasks, *self._connections)
         for task in tasks:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar
@@ -28,6 +29,7 @@ from lmcache_async.pipeline.stage import StageInfo
 Out = TypeVar("Out")
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Runner(Generic[Out]):
     """Runs requests through a chain.
 
@@ -35,7 +37,7 @@ class Runner(Generic[Out]):
     through the other stages concurrently. Stages marked `ordered` process the batches one after another. When
     `run` ends, for whatever reason, all leases of the batches are released and no stage is running.
 
-    Args:
+    Attributes:
         chain: The chain.
         batch_chunks: Chunks of a batch.
         chunk_bytes: Bytes of one chunk, for the budget.
@@ -46,24 +48,13 @@ class Runner(Generic[Out]):
             remaining seconds. If it raises BudgetExceededError, the rest of the run is abandoned.
     """
 
-    def __init__(
-        self,
-        chain: Chain[Any, Out],
-        *,
-        batch_chunks: int,
-        chunk_bytes: int,
-        budget: ByteBudget,
-        failed: Callable[[Batch, str], Out],
-        ends: Callable[[Out], bool] = lambda _: False,
-        admit: Callable[[Batch, int, float], Awaitable[None]] | None = None,
-    ) -> None:
-        self.chain = chain
-        self._batch_chunks = batch_chunks
-        self._chunk_bytes = chunk_bytes
-        self._budget = budget
-        self._failed = failed
-        self._ends = ends
-        self._admit = admit
+    chain: Chain[Any, Out]
+    batch_chunks: int
+    chunk_bytes: int
+    budget: ByteBudget
+    failed: Callable[[Batch, str], Out]
+    ends: Callable[[Out], bool] = lambda _: False
+    admit: Callable[[Batch, int, float], Awaitable[None]] | None = None
 
     async def run(
         self, request: Request, *, timeout_s: float, on_copied: Callable[[], None] | None = None
@@ -103,12 +94,12 @@ class Runner(Generic[Out]):
             try:
                 async with asyncio.TaskGroup() as group:
                     for index, batch in enumerate(run.batches):
-                        nbytes = min(batch.budget_chunks * self._chunk_bytes, self._budget.max_bytes)
+                        nbytes = min(batch.budget_chunks * self.chunk_bytes, self.budget.max_bytes)
                         try:
-                            if self._admit is not None:
-                                await self._admit(batch, run.num_chunks, deadline - loop.time())
-                            if nbytes and not self._budget.reserve_nowait(nbytes):
-                                await self._budget.reserve(nbytes, timeout_s=deadline - loop.time())
+                            if self.admit is not None:
+                                await self.admit(batch, run.num_chunks, deadline - loop.time())
+                            if nbytes and not self.budget.reserve_nowait(nbytes):
+                                await self.budget.reserve(nbytes, timeout_s=deadline - loop.time())
                         except BudgetExceededError:
                             batch.scope.close()
                             break
@@ -117,7 +108,7 @@ class Runner(Generic[Out]):
                             raise
                         if run.ended:
                             batch.scope.close()
-                            self._budget.release(nbytes)
+                            self.budget.release(nbytes)
                             break
                         task = group.create_task(self._run_batch(run, index))
                         run.tasks.append(task)
@@ -134,8 +125,8 @@ class Runner(Generic[Out]):
         return self._results(run)
 
     def _split(self, batch: Batch) -> list[Batch]:
-        most = max(self._batch_chunks, self._budget.max_bytes // self._chunk_bytes)
-        cuts = batch.cuts(self._batch_chunks, most)
+        most = max(self.batch_chunks, self.budget.max_bytes // self.chunk_bytes)
+        cuts = batch.cuts(self.batch_chunks, most)
         if len(cuts) == 1:
             return [batch]
         return [batch.part(start, stop) for start, stop in pairwise([0, *cuts])]
@@ -164,7 +155,7 @@ class Runner(Generic[Out]):
                     run.end_reading(index)
             run.results[index] = value
         except LMCacheAsyncError as error:
-            run.results[index] = self._failed(batch, _CAUSES.get(type(error), "error"))
+            run.results[index] = self.failed(batch, _CAUSES.get(type(error), "error"))
         except BaseException as error:
             # The traceback references frames that hold views of the buffers. They would keep the slabs in use
             # until a garbage collection.
@@ -174,18 +165,18 @@ class Runner(Generic[Out]):
     def _results(self, run: _Run[Out]) -> list[Out]:
         results: list[Out] = []
         for batch, result in zip(run.batches, run.results, strict=True):
-            results.append(self._failed(batch, "deadline") if result is None else result)
-            if self._ends(results[-1]):
+            results.append(self.failed(batch, "deadline") if result is None else result)
+            if self.ends(results[-1]):
                 break
         return results
 
     def _finish(self, run: _Run[Out], index: int, nbytes: int, _: asyncio.Task[None]) -> None:
         for scope in run.scopes[index]:
             scope.close()
-        self._budget.release(nbytes)
+        self.budget.release(nbytes)
         run.end_reading(index)
         result = run.results[index]
-        if result is None or self._ends(result):
+        if result is None or self.ends(result):
             run.end_after(index)
         run.note_done(index)
 

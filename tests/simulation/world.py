@@ -78,7 +78,7 @@ def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_ta
         _equal(f"bytes queued for {name!r}", writer.queued_bytes, 0)
     for group in engine._parts.groups:
         for runner in (group.store, group.retrieve, group.prefetch):
-            _equal("bytes reserved by runners", runner._budget.statistics().used_bytes, 0)
+            _equal("bytes reserved by runners", runner.budget.statistics().used_bytes, 0)
     _equal("tasks beyond the engine's own", len(loop.live_tasks()) - own_tasks, 0)
     _check_counts(world, engine)
     _check_complaints(world, loop)

@@ -76,7 +76,7 @@ async def test_all_groups_share_the_arena_and_its_limits():
     rigs = two_groups()
     async with opened(*rigs) as engine:
         budgets = {
-            id(getattr(group, name)._budget)
+            id(getattr(group, name).budget)
             for group in engine._parts.groups
             for name in ("retrieve", "prefetch")
         }

@@ -106,7 +106,7 @@ def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: Fa
     chain = Chain.named([("cut", Cut()), *((type(stage).__name__, stage) for stage in stages)])
     budget = ByteBudget(max_bytes)
     runner = Runner(
-        chain,
+        chain=chain,
         batch_chunks=batch_chunks,
         chunk_bytes=10,
         budget=budget,
