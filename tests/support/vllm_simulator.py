@@ -555,17 +555,22 @@ class Simulators:
         assert sim.scheduler.reset_prefix_cache()
 
 
+def own_connector(connector: Any) -> Any:
+    """Our connector, which is the last one in a MultiConnector."""
+    return getattr(connector, "sub_connectors", [connector])[-1]
+
+
 def scheduler_of(sim: SimulatedVLLM) -> Any:
-    return sim.connector.scheduler
+    return own_connector(sim.connector).scheduler
 
 
 def engine_of(rank: Any) -> Any:
-    return rank.connector.worker.engines[0].engine
+    return own_connector(rank.connector).worker.engines[0].engine
 
 
 def engines_of(sim: SimulatedVLLM) -> list[Any]:
     """The engines of all ranks, and of all shards of their KV heads."""
-    return [each.engine for rank in sim.ranks for each in rank.connector.worker.engines]
+    return [each.engine for rank in sim.ranks for each in own_connector(rank.connector).worker.engines]
 
 
 def expected(tokens: list[int], max_tokens: int) -> list[int]:

@@ -11,6 +11,7 @@ INDEX = "plugins/disk/index.py"
 FILES = "plugins/disk/files.py"
 TIER = "plugins/disk/tier.py"
 TEST_RECORD = ("tests/unit/test_record.py",)
+TEST_BESIDE_ANOTHER = ("tests/unit/vllm/test_multi_connector.py",)
 TEST_LEFT_BEHIND = (
     "tests/unit/vllm/test_simulated.py::test_blocks_of_a_failed_layerwise_load_are_never_read",
 )
@@ -20,16 +21,37 @@ LAYERWISE = (
     Mutation(
         "blocks that a step is still to fill are shared",
         "lmcache_async/integration/vllm/scheduler.py",
-        "if self._may_be_unfilled(local_tokens):",
+        "if self._may_be_unfilled(tracker, now):",
         "if False:",
         TEST_LEFT_BEHIND,
     ),
     Mutation(
         "blocks of a layer-wise load that failed stay in vLLM's prefix cache",
         "lmcache_async/integration/vllm/scheduler.py",
-        "self._manager.evict_blocks(bad)",
+        "self._manager.evict_blocks(bad | self._blocks_after(request_id, first_token))",
         "bad.clear()",
         TEST_LEFT_BEHIND,
+    ),
+    Mutation(
+        "blocks that another connector still loads are shared with the next step",
+        "lmcache_async/integration/vllm/others.py",
+        "if any(now < load.until for load in shared):",
+        "if False:",
+        TEST_BESIDE_ANOTHER,
+    ),
+    Mutation(
+        "what another connector loads is stored",
+        "lmcache_async/integration/vllm/others.py",
+        "                tracker.stores = False\n                start =",
+        "                start =",
+        TEST_BESIDE_ANOTHER,
+    ),
+    Mutation(
+        "blocks that another connector failed to load stay in vLLM's prefix cache",
+        "lmcache_async/integration/vllm/others.py",
+        "self._evict(set(load.blocks))",
+        "pass",
+        ("tests/unit/vllm/test_scheduler.py",),
     ),
     Mutation(
         "a layer is not awaited",

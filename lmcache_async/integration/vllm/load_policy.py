@@ -117,10 +117,12 @@ class PrefillClock:
         self._runs: deque[tuple[float, int]] = deque(maxlen=_KEPT_RUNS)  # tokens per second, tokens
 
     def begin(self, prompt_tokens: int, tokens: int) -> int:
-        """Note that a step was planned. Return its number, for `end`; 0 if its end is of no interest."""
-        if self._fixed is not None or not tokens:
+        """Note that a step was planned. Return its number, for `end`; 0 for a step without tokens."""
+        if not tokens:
             return 0
         self._number += 1
+        if self._fixed is not None:
+            return self._number
         measures = prompt_tokens >= MIN_STEP_TOKENS and 2 * prompt_tokens >= tokens
         self._in_flight.append(_Step(self._number, self.now(), prompt_tokens if measures else 0))
         return self._number

@@ -345,13 +345,19 @@ class RequestTracker:
         return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
 
     @property
+    def local_tokens(self) -> int:
+        """Leading tokens that vLLM found in its own prefix cache, in whole blocks."""
+        return self._local_tokens
+
+    @property
     def loaded_by_another(self) -> bool:
         """Whether the first step after `local_found` has tokens that another connector of a MultiConnector loads."""
         return not self.is_loading and self._request.num_computed_tokens > self._local_tokens
 
-    def may_share_load(self, other: RequestTracker) -> bool:
-        """Whether vLLM may have found blocks here that it allocated in the same step for tokens that `other` loads."""
-        return self._local_tokens > other._local_tokens
+    def shares(self, other: RequestTracker, start: int) -> bool:
+        """Whether vLLM may have found the block of `other` after `start` tokens in its own prefix cache for this request."""
+        stop = start + self._policy.block_size
+        return self._local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
 
     @property
     def hit_tiers(self) -> Mapping[str, int]:

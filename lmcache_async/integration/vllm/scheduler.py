@@ -36,13 +36,14 @@ from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
+from lmcache_async.integration.vllm.others import OtherLoads
 from lmcache_async.integration.vllm.request import (
     RequestOptions,
     RequestPolicy,
     RequestTracker,
     Roles,
 )
-from lmcache_async.integration.vllm.versions import shutdown_timeout_s
+from lmcache_async.integration.vllm.versions import loads_in_step, shutdown_timeout_s
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.registry import Registry
 from lmcache_async.types import RequestPlan
@@ -422,8 +423,11 @@ class SchedulerConnector:
         self._new_loads: list[Job] = []
         self._awaited_tokens = awaited_tokens
         self._awaited: list[int] = []  # new loads from host memory, by job
-        self._beside_others = beside_others
-        self._matched: set[str] = set()  # beside others: requests of `match` since the last step
+        self._others = (
+            OtherLoads(self._blocks_after, lambda blocks: self._manager.evict_blocks(blocks))
+            if beside_others
+            else None
+        )
         self._pins = BlockPins(config.vllm.max_pinned_fraction)
         self._stores = StoreQueue(
             self._pins,
@@ -507,13 +511,11 @@ class SchedulerConnector:
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """get_num_new_matched_tokens: vLLM calls it any number of times for one request."""
         tracker = self._tracker(request)
-        if self._beside_others:
-            self._matched.add(request.request_id)
         tracker.local_found(local_tokens)
         self._deliver_answers()
-        if self._may_be_unfilled(local_tokens):
-            return None, False  # until the step that fills the blocks has ended
         now = self._client.now()
+        if self._may_be_unfilled(tracker, now):
+            return None, False  # until the step that fills the blocks has ended
         if tracker.waits_for_keys(now, connected=self._client.connected):
             return None, False
         if not tracker.looks_up or tracker.local_suffices:
@@ -533,6 +535,8 @@ class SchedulerConnector:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
         """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
         tracker = self._tracker(request)
+        if self._others is not None:
+            self._others.admitted(tracker)
         admission = tracker.admitted(external_tokens)
         if not self._policy.only_full:  # vLLM 0.31 and older, which lack the attribute, have one group
             tracker.junction_found(request.shared_prefix_boundary)
@@ -561,15 +565,13 @@ class SchedulerConnector:
         """build_connector_meta: the end of every scheduling step."""
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
-        matched, self._matched = self._matched, set()
-        scheduled = [
-            self._trackers[name]
-            for name in matched & output.num_scheduled_tokens.keys() & self._trackers.keys()
-        ]
-        loaded = [each for each in scheduled if each.loaded_by_another]
-        for each in scheduled:
-            if each in loaded or any(map(each.may_share_load, loaded)):
-                each.stores = False  # if the load fails, that is known after these blocks are stored
+        # The model waits for layer-wise loads, so such a step measures no prefill.
+        layerwise = any(load.job.layerwise for load in self._loads.values())
+        prompt_tokens = 0 if layerwise else _prompt_tokens(output)
+        step = self.load_policy.prefill.begin(prompt_tokens, output.total_num_scheduled_tokens)
+        if self._others is not None:
+            scheduled, may_load = output.num_scheduled_tokens, loads_in_step(output)
+            self._others.planned(scheduled, step, self._client.now(), may_load=may_load)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
             if tracker is not None and tracker.stores:
@@ -579,10 +581,6 @@ class SchedulerConnector:
                     tracker.states_offered(states)
                 # Tokens beyond the known ones are drafts or not sampled yet.
                 self._plan_stores(tracker, tracker.known_after(num_tokens), states)
-        # The model waits for layer-wise loads, so such a step measures no prefill.
-        layerwise = any(load.job.layerwise for load in self._loads.values())
-        prompt_tokens = 0 if layerwise else _prompt_tokens(output)
-        step = self.load_policy.prefill.begin(prompt_tokens, output.total_num_scheduled_tokens)
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
@@ -606,8 +604,11 @@ class SchedulerConnector:
             self._load_ended(request_id)
         for request_id in [name for name, load in self._loads.items() if load.job.layerwise]:
             self._load_ended(request_id)  # its step has ended, and its failures are recorded above
-        if isinstance(output.kv_connector_worker_meta, WorkerReport):
-            report = output.kv_connector_worker_meta
+        report = output.kv_connector_worker_meta
+        if self._others is not None:
+            step = report.step if isinstance(report, WorkerReport) else 0
+            self._others.step_ended(step, output.invalid_block_ids)
+        if isinstance(report, WorkerReport):
             self._stores.copied(report.copied)
             self.stores_answered(report.unshared)
             self._notices.extend(report.notices)
@@ -619,6 +620,8 @@ class SchedulerConnector:
         Returns the promise for the vLLM that continues the request.
         """
         self._deliver_answers()
+        if self._others is not None:
+            self._others.finished(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return None
@@ -809,9 +812,7 @@ class SchedulerConnector:
             if load.job.layerwise:
                 # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
                 bad = bad_blocks & set(load.job.touched_blocks())
-                for group, blocks in zip(self._groups, self._blocks(request_id), strict=True):
-                    bad.update(_ids(blocks[first_token // group.block_size :]))
-                self._manager.evict_blocks(bad)
+                self._manager.evict_blocks(bad | self._blocks_after(request_id, first_token))
             logger.report(
                 "load",
                 "a load of request %s failed; its tokens from %d on are computed",
@@ -828,9 +829,12 @@ class SchedulerConnector:
             self.metrics.load_failed()
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
 
-    def _may_be_unfilled(self, tokens: int) -> bool:
-        """Whether some of the leading tokens that vLLM has may be in blocks that a layer-wise load still fills."""
-        return any(load.job.layerwise and load.local_tokens < tokens for load in self._loads.values())
+    def _may_be_unfilled(self, tracker: RequestTracker, now: float) -> bool:
+        """Whether some of the leading tokens that vLLM has may be in blocks that a load of a step still fills."""
+        if self._others is not None and self._others.matched(tracker, now):
+            return True
+        local = tracker.local_tokens
+        return any(load.job.layerwise and load.local_tokens < local for load in self._loads.values())
 
     # Stores
 
@@ -874,6 +878,15 @@ class SchedulerConnector:
             self._next_job += 1
             self._stores.add(self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now)
             tracker.store_started(self._next_job, span)
+
+    def _blocks_after(self, request_id: str, tokens: int) -> set[int]:
+        """Ids of the blocks of the request after a number of tokens, in all groups."""
+        return {
+            block.block_id
+            for group, blocks in zip(self._groups, self._blocks(request_id), strict=True)
+            for block in blocks[tokens // group.block_size :]
+            if not block.is_null
+        }
 
     def _blocks(self, request_id: str) -> list[Sequence[Any]]:
         """All blocks of the request for each group of vLLM."""

@@ -12,6 +12,7 @@ __all__ = [
     "NOT_CALLED_BY_ALL",
     "CacheHitSource",
     "data_parallel_index",
+    "loads_in_step",
     "serves_several_groups",
     "shutdown_timeout_s",
 ]
@@ -45,6 +46,11 @@ def serves_several_groups(kv_cache_config: Any) -> bool:
     return hasattr(base, "KVConnectorTransferResults") and hasattr(
         kv_cache_config, "cache_hit_alignment_tokens"
     )
+
+
+def loads_in_step(scheduler_output: Any) -> bool:
+    """Whether a connector may load KV in the step that uses it; True if this vLLM does not tell."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
 
 
 def shutdown_timeout_s(vllm_config: Any) -> float | None:

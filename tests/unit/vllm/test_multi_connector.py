@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from tests.support.vllm_simulator import Setup, SimulatedVLLM
-
-Until = Callable[[Callable[[], bool]], None]
+from tests.support.vllm_simulator import SimulatedVLLM, Simulators, expected
 
 BLOCK = 16
+AT_ONCE = {"skip_load": True}
+"""Request parameters with which our connector looks nothing up, so that the next step has the request."""
 LOADED = 8 * BLOCK
 
 
@@ -67,30 +66,22 @@ class FailingConnector(KVConnectorBase_V1):
 
 
 @pytest.fixture
-def simulator(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[SimulatedVLLM]:
-    options = {
-        "chunk_size": 4 * BLOCK,
-        "arena.max_bytes": "8MiB",
-        "vllm.load_policy": "always",
-        "vllm.lookup_timeout_s": 20.0,
-        "vllm.socket_dir": str(socket_dir),
-        "tiers": ["cpu"],
-    }
+def beside_another(simulators: Simulators) -> Callable[..., SimulatedVLLM]:
     other = {
         "kv_connector": FailingConnector.__name__,
         "kv_connector_module_path": __name__,
         "kv_role": "kv_both",
     }
-    setup = Setup(folder=tmp_path / "model", options=options, block_size=BLOCK, multi=True, others=(other,))
-    sim = SimulatedVLLM(setup)
-    until(lambda: sim.connector.sub_connectors[1].scheduler.ready)
-    yield sim
-    sim.close()
+
+    def make(**setup: Any) -> SimulatedVLLM:
+        return simulators({"tiers": ["cpu"]}, block_size=BLOCK, multi=True, others=(other,), **setup)
+
+    return make
 
 
-def test_kv_that_another_connector_failed_to_load_is_not_stored(simulator: SimulatedVLLM, until: Until):
+def test_kv_that_another_connector_failed_to_load_is_not_stored(beside_another: Callable[..., SimulatedVLLM]):
     """The step that finds the failure computes with what the other connector should have loaded."""
-    prompt = list(range(1, 12 * BLOCK + 5))
+    simulator, prompt = beside_another(), list(range(1, 12 * BLOCK + 5))
 
     for name in ("failed", "computed", "loaded"):
         simulator.add(name, prompt)
@@ -102,18 +93,45 @@ def test_kv_that_another_connector_failed_to_load_is_not_stored(simulator: Simul
     assert set(simulator.finish_reasons.values()) == {"length"}
 
 
-def test_kv_that_another_request_should_have_loaded_in_the_same_step_is_not_stored(simulator: SimulatedVLLM):
-    """The second request finds the blocks of the first one in vLLM's cache before they are loaded."""
-    prompt = list(range(1, 12 * BLOCK + 5))
+def test_blocks_that_another_connector_loads_are_not_shared_until_the_end_of_the_step(
+    beside_another: Callable[..., SimulatedVLLM],
+):
+    """The second request would find the blocks of the first one in vLLM's cache before they are loaded."""
+    simulator, prompt = beside_another(), list(range(1, 12 * BLOCK + 5))
 
-    simulator.add("failed", prompt)
-    simulator.add("beside", prompt)
+    simulator.add("failed", prompt, params=AT_ONCE)
+    simulator.add("beside", prompt, params=AT_ONCE)
     while simulator.busy:
         simulator.step()
         time.sleep(0.1)  # a store copies before the next step computes the blocks again
-    assert simulator.cached_tokens["beside"] == (12 * BLOCK, 0)
+    assert simulator.cached_tokens["beside"] == (0, 0)
     assert simulator.scheduler.reset_prefix_cache()
-    simulator.add("computed", prompt)
+    simulator.add("loaded", prompt)
     simulator.run()  # raises if wrong KV is loaded
 
-    assert simulator.outputs["failed"] == simulator.outputs["beside"] == simulator.outputs["computed"]
+    assert simulator.outputs["failed"] == simulator.outputs["beside"] == simulator.outputs["loaded"]
+    assert simulator.cached_tokens["loaded"] == (0, 12 * BLOCK)
+
+
+def test_with_overlapping_steps_blocks_are_not_shared_until_their_step_has_ended(
+    beside_another: Callable[..., SimulatedVLLM],
+):
+    """The second request is planned while the step runs that should have loaded the blocks.
+
+    The first one is aborted then, because vLLM does not recompute it correctly with overlapping steps.
+    """
+    simulator, prompt = beside_another(overlapped=True), list(range(1, 12 * BLOCK + 5))
+
+    simulator.add("failed", prompt, max_tokens=1, params=AT_ONCE)
+    simulator.step()
+    simulator.add("beside", prompt, params=AT_ONCE)
+    simulator.step()
+    simulator.abort("failed")
+    simulator.run()  # raises if wrong KV is read
+    assert simulator.cached_tokens["beside"] == (0, 0)
+    assert simulator.scheduler.reset_prefix_cache()
+    simulator.add("loaded", prompt)
+    simulator.run()
+
+    assert simulator.outputs["beside"] == simulator.outputs["loaded"] == expected(prompt, 4)
+    assert simulator.cached_tokens["loaded"] == (0, 12 * BLOCK)

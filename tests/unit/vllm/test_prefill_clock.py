@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -233,9 +234,16 @@ def test_numbers_of_unknown_steps_are_ignored(numbers: list[int]):
     assert not clock.known or clock.seconds(1) >= 0
 
 
-def test_steps_without_tokens_and_a_fixed_rate_have_no_number():
-    clock, fixed = PrefillClock(lambda: 0.0), PrefillClock(lambda: 0.0, 500.0)
+def test_steps_without_tokens_have_no_number():
+    clock = PrefillClock(lambda: 0.0)
 
     assert [clock.begin(0, 0), clock.begin(2048, 2048), clock.begin(0, 0), clock.begin(0, 1)] == [0, 1, 0, 2]
-    assert fixed.begin(2048, 2048) == 0
+
+
+def test_a_fixed_rate_is_not_measured():
+    time = itertools.count()
+    fixed = PrefillClock(lambda: float(next(time)), 500.0)
+    for _ in range(2 * MIN_RUNS):
+        fixed.end(fixed.begin(2048, 2048))
+
     assert (fixed.known, fixed.seconds(1000)) == (True, 2.0)

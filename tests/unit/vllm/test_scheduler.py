@@ -23,6 +23,7 @@ from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import MIN_RUNS
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
 from lmcache_async.integration.vllm.lookup_server import Identity
+from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
 from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
@@ -100,6 +101,7 @@ class Bench:
         awaited_tokens: int = 0,
         groups: int = 1,
         states: int = 0,
+        beside_others: bool = False,
         **options: Any,
     ) -> None:
         self.client = Client()
@@ -115,6 +117,7 @@ class Bench:
             roles=roles or Roles(),
             client=self.client,
             awaited_tokens=awaited_tokens,
+            beside_others=beside_others,
         )
         self.evicted: set[int] = set()
         self.blocks: dict[str, list[Any]] = {}
@@ -155,6 +158,7 @@ class Bench:
         *scheduled: tuple[Request, int],
         states: Mapping[str, list[tuple[int, int, int]]] | None = None,
         drafts: Mapping[str, list[int]] | None = None,
+        loads: bool = False,
     ) -> StepMetadata:
         for request, count in scheduled:
             self.blocks_of(request, request.num_computed_tokens + count)
@@ -162,6 +166,7 @@ class Bench:
             num_scheduled_tokens={request.request_id: count for request, count in scheduled},
             total_num_scheduled_tokens=sum(count for _, count in scheduled),
             scheduled_spec_decode_tokens=drafts or {},
+            has_sync_kv_loads=loads,
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         )
         metadata = self.scheduler.plan_step(output)
@@ -669,6 +674,105 @@ def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
 
     (job,) = bench.scheduler.take_loads()
     assert (job.parts[0].keys, job.layerwise) == ((), True)
+
+
+# Loads of other connectors in a MultiConnector
+
+
+def loaded_by_another(bench: Bench) -> Request:
+    """A request that is admitted with 2 tokens in vLLM's cache and 8 that another connector loads in the next step."""
+    request = bench.request(40)
+    bench.answer(request, MISS)
+    assert bench.scheduler.match(request, 2) == (0, False)
+    bench.allocate(request, 0, 40)
+    request.num_computed_tokens = 10
+    return request
+
+
+def test_blocks_that_another_connector_loads_are_not_shared_before_the_end_of_the_step():
+    bench = Bench(beside_others=True)
+    other = bench.request(40, params={"skip_load": True})
+    loaded = loaded_by_another(bench)
+
+    assert bench.scheduler.match(other, 2) == (0, False)  # these were there before
+    assert bench.scheduler.match(other, 4) == (None, False)
+    first = bench.step((loaded, 30), loads=True)
+    assert bench.scheduler.match(other, 4) == (None, False)
+    second = bench.step((loaded, 1))  # planned while the first one runs
+    assert bench.scheduler.match(other, 4) == (None, False)
+    bench.report(step=first.step)
+    assert bench.scheduler.match(other, 4) == (0, False)
+    bench.allocate(other, 0, 40)
+    other.num_computed_tokens = 4
+
+    assert (first.stores, second.stores) == ((), ())
+    assert spans(bench.step((other, 36)).stores) == [(0, 40)]
+
+
+def test_requests_with_other_tokens_do_not_wait_for_another_connector():
+    bench = Bench(beside_others=True)
+    other = bench.request(40, params={"skip_load": True})
+    loaded = bench.request(40, params={"skip_load": True})
+    bench.scheduler.match(loaded, 0)
+    bench.allocate(loaded, 0, 40)
+    loaded.num_computed_tokens = 8
+
+    assert bench.scheduler.match(other, 16) == (0, False)  # the first token of each prompt is its own
+    bench.step((loaded, 32), loads=True)
+    assert bench.scheduler.match(other, 16) == (0, False)
+
+
+def test_a_request_that_has_waited_too_long_for_another_connector_is_not_stored():
+    bench = Bench(beside_others=True)
+    other = bench.request(40, params={"skip_load": True})
+    bench.step((loaded_by_another(bench), 30), loads=True)
+    bench.client.time = WAIT_S
+
+    assert bench.scheduler.match(other, 4) == (0, False)
+    bench.allocate(other, 0, 40)
+    assert bench.step((other, 40)).stores == ()
+
+
+def test_blocks_that_another_connector_failed_to_load_leave_vllms_prefix_cache():
+    """So does what vLLM computes for the request afterwards."""
+    bench = Bench(beside_others=True)
+    loaded = loaded_by_another(bench)
+    step = bench.step((loaded, 30), loads=True).step
+    blocks = [block.block_id for block in bench.blocks[loaded.request_id]]
+
+    bench.report(bad={blocks[3]}, step=step)
+    assert bench.evicted == set(blocks[1:])
+    loaded.num_computed_tokens = 6
+    assert bench.step((loaded, 40)).stores == ()
+    later = {block.block_id for block in bench.blocks[loaded.request_id]} - set(blocks)
+    assert bench.evicted == {*blocks[1:], *later}
+    bench.evicted.clear()
+    bench.finish(loaded)
+    assert bench.evicted == {*blocks[1:], *later}
+    bench.evicted.clear()
+    bench.idle()
+    assert bench.evicted == set()
+
+
+def test_blocks_of_a_request_that_ends_before_the_failure_is_known_leave_vllms_prefix_cache_too():
+    bench = Bench(beside_others=True)
+    loaded = loaded_by_another(bench)
+    step = bench.step((loaded, 30), loads=True).step
+    blocks = [block.block_id for block in bench.blocks[loaded.request_id]]
+    bench.finish(loaded)
+
+    bench.report(bad={blocks[3]}, step=step)
+    assert bench.evicted == set(blocks[1:])
+    bench.evicted.clear()
+    bench.idle()
+    assert bench.evicted == set()
+
+
+def test_a_request_whose_hit_ends_inside_of_a_block_is_stored_beside_others_in_a_step_without_loads():
+    """VLLM counts the tokens of the block as computed, and no connector has loaded them."""
+    bench = Bench(beside_others=True)
+
+    assert spans(bench.step((loaded_by_another(bench), 30)).stores) == [(0, 40)]
 
 
 # Stores

@@ -1,0 +1,122 @@
+"""Loads of the other connectors of a MultiConnector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from lmcache_async.integration.vllm.request import RequestTracker
+
+WAIT_S = 10.0
+"""Longest wait of a request for the end of a step in which another connector loads tokens that it shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load in a step whose end is not known yet.
+
+    Attributes:
+        start: Number of tokens before the loaded ones.
+        blocks: The blocks after `start`, loaded or computed in the step.
+        step: Number of the step.
+        until: Requests that share the blocks wait until then.
+    """
+
+    tracker: RequestTracker
+    start: int
+    blocks: frozenset[int]
+    step: int
+    until: float
+
+
+class OtherLoads:
+    """Loads of other connectors in the step that uses the KV: what may be wrong is not stored.
+
+    Such a load has a place in vLLM's prefix cache before its step has run, and its failure is known after the step.
+    With asynchronous scheduling the next steps are planned meanwhile. Therefore no other request uses these blocks
+    until the step has ended. If the load failed, they leave the prefix cache, and so does what vLLM computes for the
+    request from then on: vLLM may compute it at wrong positions (vLLM #49250).
+
+    Args:
+        blocks_after: Returns the ids of a request's blocks after a number of tokens; none if it has no blocks.
+        evict: Removes blocks from vLLM's prefix cache.
+    """
+
+    def __init__(
+        self, blocks_after: Callable[[str, int], set[int]], evict: Callable[[set[int]], None]
+    ) -> None:
+        self._blocks_after = blocks_after
+        self._evict = evict
+        # Since the last step: requests looked up, those admitted, and those of them whose tokens another connector loads.
+        self._matched: set[str] = set()
+        self._admitted: list[RequestTracker] = []
+        self._starting: list[RequestTracker] = []
+        self._loads: list[_Load] = []
+        self._failed: dict[str, int] = {}  # tokens before the failed load, by request
+
+    def matched(self, tracker: RequestTracker, now: float) -> bool:
+        """VLLM has looked for the request in its prefix cache. Return whether the request has to wait.
+
+        The wait ends with the step that fills the blocks. If that takes too long, the request is not stored.
+        """
+        self._matched.add(tracker.request_id)
+        self._find_starting()
+        if any(tracker.shares(each, each.local_tokens) for each in self._starting):
+            return True
+        shared = [load for load in self._loads if tracker.shares(load.tracker, load.start)]
+        if any(now < load.until for load in shared):
+            return True
+        if shared:
+            tracker.stores = False
+        return False
+
+    def admitted(self, tracker: RequestTracker) -> None:
+        """VLLM is about to admit the request. Its number of computed tokens is known at the next call."""
+        if tracker.request_id in self._matched:  # otherwise its load has ended
+            self._admitted.append(tracker)
+
+    def planned(self, scheduled: Collection[str], step: int, now: float, *, may_load: bool) -> None:
+        """A step was planned. Requests whose tokens another connector loads in it are not stored.
+
+        Args:
+            scheduled: Ids of the requests in the step.
+            may_load: Whether any connector loads in this step.
+        """
+        self._find_starting()
+        for tracker in self._starting if may_load else ():
+            if tracker.request_id in scheduled:
+                tracker.stores = False
+                start = tracker.local_tokens
+                blocks = frozenset(self._blocks_after(tracker.request_id, start))
+                self._loads.append(_Load(tracker, start, blocks, step, now + WAIT_S))
+        self._matched.clear()
+        self._starting.clear()
+        self._evict_failed()
+
+    def step_ended(self, step: int, bad_blocks: set[int]) -> None:
+        """The ranks have reported the end of a step, and the blocks that were to be loaded and were not."""
+        loads, self._loads = self._loads, []
+        for load in loads:
+            if load.blocks & bad_blocks:
+                self._evict(set(load.blocks))
+                if self._blocks_after(load.tracker.request_id, load.start):  # neither finished nor preempted
+                    self._failed[load.tracker.request_id] = load.start
+            elif load.step > step:
+                self._loads.append(load)
+        self._evict_failed()
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, and vLLM frees its blocks after this call."""
+        self._evict_failed()
+        self._failed.pop(request_id, None)
+
+    def _find_starting(self) -> None:
+        self._starting += [tracker for tracker in self._admitted if tracker.loaded_by_another]
+        self._admitted.clear()
+
+    def _evict_failed(self) -> None:
+        for request_id, start in self._failed.items():
+            self._evict(self._blocks_after(request_id, start))
