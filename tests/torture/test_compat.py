@@ -52,7 +52,9 @@ def test_tests_that_exceed_the_time_limit_are_ended_and_the_next_version_runs(
 def test_a_row_has_the_versions_and_the_number_of_tests_also_after_a_version_that_is_not_in_the_index(
     run_test: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_test.write_text("def test_one(): pass\ndef test_two(): pass\n")
+    run_test.write_text(
+        "import pytest\ndef test_one(): pass\ndef test_two(): pass\n@pytest.mark.gpu\ndef test_three(): pass\n"
+    )
 
     status = compat.main(
         ["python:9.9.9", "here", "--folder", str(tmp_path), "--logs", str(tmp_path / "logs")]
@@ -61,7 +63,7 @@ def test_a_row_has_the_versions_and_the_number_of_tests_also_after_a_version_tha
     missing, here = capsys.readouterr().out.splitlines()
     assert status == 1
     assert "not installed: ERROR: No matching distribution found for vllm==9.9.9" in missing
-    assert here == "| here | 9.9.9 of vLLM | 2 passed |"
+    assert here == "| here | 9.9.9 of vLLM | 2 passed, 1 deselected |"
     assert "2 passed" in (tmp_path / "logs" / "here-unit.txt").read_text()
 
 

@@ -2,7 +2,8 @@
 
 Each version gets its own virtual environment of about 4 GB, which is removed before the next one is created.
 `python:0.33.0` is for a version without CPU build: its Python code with the compiled operators that are installed here. The
-last lines are rows for docs/compatibility.md. The exit status is 1 if a version fails.
+last lines are rows for docs/compatibility.md. The exit status is 1 if a version fails. Tests of features that a version
+does not have are deselected, and their number is printed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _tested(
 def _summary(output: str) -> str:
     """Return pytest's summary, such as `310 passed, 1 failed`."""
     counts = [
-        re.findall(r"\d+ (?:passed|failed|errors?|skipped|xfailed)", line)
+        re.findall(r"\d+ (?:passed|failed|errors?|skipped|deselected|xfailed)", line)
         for line in output.splitlines()
         if re.search(r" in \d+\.\d+s", line)
     ]

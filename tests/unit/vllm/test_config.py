@@ -494,6 +494,7 @@ def layers_of(*specs: Any) -> dict[str, Any]:
     return {f"layer.{index}": spec for index, spec in enumerate(specs)}
 
 
+@pytest.mark.kv_groups
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
 def test_groups_of_layers_of_several_sizes_are_supported(config: Any, setup: Setup, layout: str):
     """As in Gemma 4: heads of full attention are larger, and fewer, than those with a window."""
@@ -514,7 +515,8 @@ def test_several_groups_need_failures_by_request(
 ):
     """VLLM 0.30 and older report them by block, and several groups share block ids."""
     full = kv_cache_config(setup).kv_cache_groups[0]
-    monkeypatch.delattr("vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults")
+    results = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults"
+    monkeypatch.delattr(results, raising=False)
 
     reason = str(unsupported_reason(config, with_groups(setup, full, group(other))))
 
@@ -529,8 +531,8 @@ def test_several_groups_are_not_supported_without_an_alignment_of_hits(
     """As in vLLM 0.31, which reports failures by request."""
     full = kv_cache_config(setup).kv_cache_groups[0]
     cache = with_groups(setup, full, group(WINDOW))
-    del cache.cache_hit_alignment_tokens
-    monkeypatch.delattr(KVCacheConfig, "cache_hit_alignment_tokens")
+    vars(cache).pop("cache_hit_alignment_tokens", None)
+    monkeypatch.delattr(KVCacheConfig, "cache_hit_alignment_tokens", raising=False)
 
     assert "vLLM 0.32" in str(unsupported_reason(config, cache))
 
@@ -553,6 +555,7 @@ def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
     assert group_namespace(whole, groups_of(alone)[0], groups_of(alone), "layout") == whole
 
 
+@pytest.mark.kv_groups
 def test_recurrent_states_are_supported_in_the_mode_that_keeps_them_at_block_boundaries(
     config: Any, setup: Setup
 ):
@@ -572,6 +575,7 @@ LOCAL = ChunkedLocalAttentionSpec(
 SCRATCH = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
+@pytest.mark.kv_groups
 @pytest.mark.parametrize(
     ("method", "other", "reason"),
     [

@@ -53,6 +53,11 @@ MODELS = {
 }
 """KV groups of models."""
 
+MODEL_NAMES = [
+    pytest.param(name, marks=() if groups == MODELS["full"] else pytest.mark.kv_groups)
+    for name, groups in MODELS.items()
+]
+
 
 def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators: Simulators):
     sim = simulators()
@@ -366,7 +371,10 @@ def test_stores_and_loads_by_role(
 @pytest.mark.parametrize("length", [300, 288, 192, 193])
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("model", "layerwise"), [("full", "never"), *((model, "auto") for model in MODELS)])
+@pytest.mark.parametrize(
+    ("model", "layerwise"),
+    [("full", "never"), *(pytest.param(*each.values, "auto", marks=each.marks) for each in MODEL_NAMES)],
+)
 def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
     simulators: Simulators, model: str, num_ranks: int, layerwise: str, overlapped: bool, length: int
 ):
@@ -389,7 +397,7 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
 
 
 @pytest.mark.parametrize("local", [100, 200, 250])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MODEL_NAMES)
 def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):
     """If vLLM has the start of chunks and windows, only the rest is loaded."""
     sim = simulators(groups=MODELS[model])
@@ -408,10 +416,11 @@ def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local
     assert_nothing_is_held(sim)
 
 
-@pytest.mark.parametrize("seed", range(3 * len(MODELS)))
-def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, seed: int):
-    chosen = random.Random(seed)
-    groups = list(MODELS.values())[seed % len(MODELS)]
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("model", MODEL_NAMES)
+def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, model: str, number: int):
+    chosen = random.Random(number * len(MODELS) + list(MODELS).index(model))
+    groups = MODELS[model]
     shards = 2 if chosen.random() < 0.3 and not any(group.state for group in groups) else None
     sim = simulators(
         {
