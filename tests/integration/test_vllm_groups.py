@@ -26,7 +26,16 @@ from tests.integration.model_families import (
     make_windows_only_model,
 )
 from tests.integration.vllm_answers import BFLOAT16_TOLERANCE, TOLERANCE, Question, assert_same, tokens
-from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+from tests.integration.vllm_driver import (
+    BLOCK,
+    CHUNK,
+    OFFLOADING,
+    Engine,
+    Engines,
+    Reference,
+    connector,
+    several,
+)
 from tests.integration.vllm_records import change_first_payload_byte, namespace_of, starts_in
 
 pytestmark = pytest.mark.vllm
@@ -332,17 +341,6 @@ def test_batches_of_many_lengths_have_the_same_answers(
             assert_same(answer, plain(question), family.tolerance)
 
 
-OFFLOADING = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "CPUOffloadingSpecOnCPU",
-        "spec_module_path": "tests.integration.cpu_offloading",
-        "cpu_bytes_to_use": 1 << 28,
-    },
-}
-
-
 @pytest.mark.parametrize(
     ("family", "behind"),
     [(WINDOWS, False), (WINDOWS, True), (STATES, True)],
@@ -353,12 +351,8 @@ def test_hits_beside_another_connector(
     engines: Engines, plain: Reference, options: dict[str, Any], tmp_path: Path, behind: bool
 ) -> None:
     """After a reset the other connector has nothing, and ours has the disk."""
-    children = [connector(disk=tmp_path, **{"vllm.reset_cache": "memory"}), OFFLOADING]
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": children[::-1] if behind else children},
-    }
+    own = connector(disk=tmp_path, **{"vllm.reset_cache": "memory"})
+    both = several(OFFLOADING, own) if behind else several(own, OFFLOADING)
     question = Question(tokens(f"beside another {behind}", 450))
     beginning = Question(question.prompt[:200], params={"skip_save": True})  # only the other one has it
     with engines.started(both, **options) as engine:

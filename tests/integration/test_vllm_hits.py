@@ -9,7 +9,17 @@ import pytest
 
 from lmcache_async.cli.top import StatusClient
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
-from tests.integration.vllm_driver import BLOCK, CHUNK, Engine, Engines, Reference, connector
+from tests.integration.vllm_driver import (
+    BLOCK,
+    CHUNK,
+    OFFLOADING,
+    Engine,
+    Engines,
+    Reference,
+    connector,
+    several,
+)
+from tests.integration.vllm_records import change_first_payload_byte, record_of
 
 pytestmark = pytest.mark.vllm
 
@@ -165,6 +175,31 @@ def test_a_prompt_larger_than_the_arena_has_what_fits(
 
     assert answer.cached_tokens == 1184
     assert answer.tiers["disk"] >= 1184 - 6 * CHUNK
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before it", "behind it"])
+def test_two_ranks_beside_another_connector(
+    engines: Engines, reference: Reference, tmp_path: Path, behind: bool
+) -> None:
+    """VLLM loads from the first connector that has a hit. After a reset only our disk has one."""
+    question = Question(tokens(f"beside another {behind}", 450))
+    own = connector(disk=tmp_path, **{"vllm.reset_cache": "memory"})
+    both = several(OFFLOADING, own) if behind else several(own, OFFLOADING)
+    with engines.started(both, tensor_parallel_size=2) as engine:
+        answers = [engine.ask(question)]
+        engine.settle()
+        answers.append(engine.ask(question))
+        engine.forget()
+        change_first_payload_byte(record_of(tmp_path / "rank-1", question.prompt, 2 * CHUNK))
+        answers.append(engine.ask(question))
+        engine.forget()
+        answers.append(engine.ask(question))
+
+    assert [answer.cached_tokens for answer in answers] == [0, 448, 448, 448]
+    of_both_ranks = [{}, {} if behind else {"cpu": 2 * 448}, {"disk": 448 + 2 * CHUNK}, {"disk": 2 * 448}]
+    assert [answer.tiers for answer in answers] == of_both_ranks
+    for answer in answers:
+        assert_same(answer, reference(question))
 
 
 def test_the_status_page_shows_the_sources_of_prompts(engine: Engine) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.model_families import make_embedding_model, make_mla_model, make_sliding_window_model
 from tests.integration.vllm_answers import Question, assert_same, tokens
-from tests.integration.vllm_driver import Engine, Engines, connector
+from tests.integration.vllm_driver import Engine, Engines, connector, several
 
 pytestmark = pytest.mark.vllm
 
@@ -70,15 +70,11 @@ def test_windows_are_kept_whole_without_the_hybrid_manager(engines: Engines, tmp
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
     }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [connector(), other]},
-    }
 
     with engines.started(model=model, disable_hybrid_kv_cache_manager=True) as plain:
         reference = plain.ask(question)
-    for transfer, options in ((connector(), {"disable_hybrid_kv_cache_manager": True}), (both, {})):
+    alone = (connector(), {"disable_hybrid_kv_cache_manager": True})
+    for transfer, options in (alone, (several(connector(), other), {})):
         with engines.started(transfer, model=model, **options) as engine:
             cold = engine.ask(question)
             engine.settle()

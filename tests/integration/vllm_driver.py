@@ -68,6 +68,27 @@ def connector(
     }
 
 
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "CPUOffloadingSpecOnCPU",
+        "spec_module_path": "tests.integration.cpu_offloading",
+        "cpu_bytes_to_use": 1 << 28,
+    },
+}
+"""The `kv_transfer_config` of vLLM's own connector."""
+
+
+def several(*transfers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `kv_transfer_config` of vLLM's MultiConnector with these connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(transfers)},
+    }
+
+
 def complaints(log: str) -> list[str]:
     """Return the warnings and errors of a log, except vLLM's own about signals."""
     lines = [line for line in log.splitlines() if "[shutdown]" not in line]
