@@ -1,13 +1,16 @@
-"""The status endpoint of the daemon."""
+"""The status endpoint and the metrics of the daemon."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_async.daemon.status import MAX_TENANTS, DaemonSource
+from lmcache_async.daemon.pool import Pool
+from lmcache_async.daemon.status import MAX_TENANTS, DaemonSource, pool_samples
 from lmcache_async.errors import ConfigError
+from lmcache_async.metrics.samples import exposition
 from lmcache_async.testing.records import key_of
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.support.http_talk import ask
@@ -66,3 +69,28 @@ def test_a_used_port_stops_the_start(daemon: ThreadedDaemon) -> None:
         ThreadedDaemon(path, http={"listen": f"127.0.0.1:{port}"}),
     ):
         pass
+
+
+def values(pool: Pool) -> dict[tuple[str, ...], float]:
+    text = exposition(pool_samples(pool.statistics()).families()).decode()
+    return {
+        (sample.name.removeprefix("lmcache_async_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_pool_is_exported_by_tenant() -> None:
+    pool = Pool(memoryview(bytearray(64 << 10)))
+    for number in range(20):
+        pool.commit(pool.reserve("team", key_of(number), 4096))
+    pool.lease("team", key_of(19))
+    pool.reserve("other", key_of(0), 100)
+
+    told = values(pool)
+
+    assert told["pool_max_bytes",] == 64 << 10
+    assert told["pool_tenant_chunks", "team"] == told["pool_tenant_record_bytes", "team"] / 4096
+    assert told["pool_tenant_evictions_total", "team"] == 20 + 1 - 16
+    assert told["pool_tenant_readers", "team"] == told["pool_tenant_writers", "other"] == 1
+    assert told["pool_tenant_bytes", "other"] == 4096

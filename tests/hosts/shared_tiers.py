@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.hosts.networks import HOSTS, Network
+from tests.hosts.network import HOSTS, Network
 from tests.support.processes import free_port, wait_until
 
 Tiers = dict[str, dict[str, Any]]
@@ -20,7 +20,7 @@ USUAL = {
 
 def valkey(network: Network) -> Tiers:
     """One server, on host `a`."""
-    port = network.hosts["a"].call("serve", options=[])
+    port = network.hosts["a"].serve()
     tier = {"name": "valkey", "url": f"valkey://127.0.0.1:{network.way('a', port)}"}
     return dict.fromkeys(HOSTS, tier | USUAL)
 
@@ -45,7 +45,7 @@ class Cluster:
         for host in HOSTS:
             options = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]
             options += ["--cluster-node-timeout", "1000", "--cluster-port", str(self._buses[host])]
-            self.ports[host] = network.hosts[host].call("serve", options=options)
+            self.ports[host] = network.hosts[host].serve(options)
             self.ways[host] = network.way(host, self.ports[host])
             self._ask(host, "CONFIG", "SET", "cluster-announce-ip", "127.0.0.1")
             self._ask(host, "CONFIG", "SET", "cluster-announce-port", str(self.ways[host]))
@@ -64,7 +64,7 @@ class Cluster:
         return "cluster_state:ok" in info and "cluster_slots_ok:16384" in info
 
     def _ask(self, host: str, *words: str | int) -> Any:
-        return self._network.hosts[host].call("ask", port=self.ports[host], words=list(words))
+        return self._network.hosts[host].ask(self.ports[host], *words)
 
 
 TIERS: Mapping[str, Callable[[Network], Tiers]] = {

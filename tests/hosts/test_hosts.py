@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.networks import Network
+from tests.hosts.network import Network
 from tests.hosts.shared_tiers import TIERS
 from tools.torture.hosts import torture
 from tools.torture.outcome import Outcome

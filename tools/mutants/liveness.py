@@ -95,7 +95,7 @@ LAYERS = (
         "lmcache_async/tiers/middleware/breaker.py",
         "return now >= self._until",
         "return True",
-        ("tests/tiers/test_layer_circuit.py",),
+        ("tests/tiers/test_layer_breaker.py",),
     ),
     Mutation(
         "a limit lets everything through",

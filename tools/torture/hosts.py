@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.hosts.host import PROMPT, RETRIEVE_S, STORE_S
-from tests.hosts.networks import HOSTS, Network
+from tests.hosts.network import HOSTS, PROMPT, RETRIEVE_S, STORE_S, Network
 from tests.hosts.proxies import Link
 from tests.hosts.shared_tiers import TIERS
 from tools.torture.outcome import Outcome

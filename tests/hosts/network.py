@@ -1,46 +1,49 @@
-"""One host: a process with servers and an engine.
-
-It reads operations from a socket, one per line, and answers each with a line. It exits at the end of the input.
-"""
+"""Three hosts, each an engine and servers on an event loop of its own, and proxies between them."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import os
-import signal
-import socket
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Self
 
 from lmcache_async.engine.engine import CacheEngine
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.testing.rig import Rig
+from tests.hosts.proxies import Link, Proxies
 from tests.support.valkey_servers import Server
 
+HOSTS = ("a", "b", "c")
 CHUNK, CHUNKS = 8, 5
 PROMPT = CHUNK * CHUNKS
 STORE_S = RETRIEVE_S = 1.0
 """Timeouts of the engine."""
+ANSWER_S = 250.0
 
 
 class Host:
-    """Operations of a host: its public methods."""
+    """An engine, which shares no memory with those of other hosts, and servers."""
 
     def __init__(self) -> None:
         self.rig = Rig(layers=4, head_dim=64, slabs=60)  # records of 36 KiB
+        self._loop = LoopThread("host")
         self._servers: dict[int, Server] = {}
         self._opened = contextlib.AsyncExitStack()
         self._engine: CacheEngine | None = None
 
-    async def serve(self, options: list[str]) -> int:
+    def begin(self, operation: str, **arguments: Any) -> Future[Any]:
+        """Start an operation: one of the coroutine methods of this class."""
+        return self._loop.submit(getattr(self, operation)(**arguments))
+
+    def serve(self, options: Sequence[str] = ()) -> int:
         """Start a Valkey, and return its port."""
         server = Server(*options)
         self._servers[server.port] = server
         server.start()
         return server.port
 
-    async def ask(self, port: int, words: list[str | int]) -> Any:
+    def ask(self, port: int, *words: str | int) -> Any:
         """Send a command to a server on this host and return the answer."""
         reply = self._servers[port].ask(*words)
         return reply.decode() if isinstance(reply, bytes) else reply
@@ -96,27 +99,66 @@ class Host:
             while self._servers:
                 self._servers.popitem()[1].stop()
 
+    def end(self) -> None:
+        """Close the host for good."""
+        try:
+            self.begin("close").result(ANSWER_S)
+        finally:
+            self._loop.close()
+
 
 def prompt(number: int) -> list[int]:
     return list(range(1000 * number, 1000 * number + PROMPT))
 
 
-async def run(channel: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=channel)
-    host = Host()
-    try:
-        while line := await reader.readline():
-            call = json.loads(line)
-            answer = await getattr(host, call.pop("do"))(**call)
-            writer.write(json.dumps(answer).encode() + b"\n")
-            await writer.drain()
-    finally:
-        await host.close()
-        writer.close()
+class Network:
+    """Hosts `a`, `b` and `c`; a context manager that ends them. Connections to their servers go through proxies.
 
+    Attributes:
+        hosts: By name.
+    """
 
-def main(channel: socket.socket) -> None:
-    """Run a host until `channel` is closed."""
-    os.setsid()  # its servers are killed together with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends it
-    asyncio.run(run(channel))
+    def __init__(self, seed: int) -> None:
+        self._proxies = Proxies(seed)
+        self._ways: dict[tuple[str, int], int] = {}
+        self.hosts = {name: Host() for name in HOSTS}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._proxies.close)
+            for host in self.hosts.values():
+                stack.callback(host.end)
+
+    def way(self, host: str, port: int) -> int:
+        """Return the port of this machine at which all hosts reach a port of a host."""
+        if (host, port) not in self._ways:
+            self._ways[host, port] = self._proxies.open(host, port)
+        return self._ways[host, port]
+
+    def forget_ways(self) -> None:
+        """Forget all ways after their servers have ended."""
+        self._ways.clear()
+
+    def become(self, link: Link, cut: Sequence[str] = ()) -> None:
+        """Set the properties of all connections, and cut some hosts off."""
+        self._proxies.link = link
+        self._proxies.cut = frozenset(cut)
+
+    def isolates(self, host: str) -> bool:
+        """Whether a host that is cut off has a server that is then unreachable."""
+        return any(host == server for server, _ in self._ways)
+
+    @property
+    def lost(self) -> int:
+        """Return the number of lost pieces."""
+        return self._proxies.lost
+
+    def all(
+        self, operation: str, arguments: Callable[[str], Mapping[str, Any]] = lambda _: {}
+    ) -> dict[str, Any]:
+        """Call an operation of all hosts concurrently and return the answers."""
+        begun = {name: host.begin(operation, **arguments(name)) for name, host in self.hosts.items()}
+        return {name: answer.result(ANSWER_S) for name, answer in begun.items()}
