@@ -1,4 +1,4 @@
-"""Three hosts, each an engine and servers on an event loop of its own, and proxies between them."""
+"""Three hosts, each an engine on an event loop of its own, and proxies between them and servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.testing.rig import Rig
 from tests.hosts.proxies import Link, Proxies
-from tests.support.valkey_servers import Server
 
 HOSTS = ("a", "b", "c")
 CHUNK, CHUNKS = 8, 5
@@ -23,30 +22,17 @@ ANSWER_S = 250.0
 
 
 class Host:
-    """An engine, which shares no memory with those of other hosts, and servers."""
+    """An engine, which shares no memory with those of other hosts."""
 
     def __init__(self) -> None:
         self.rig = Rig(layers=4, head_dim=64, slabs=60)  # records of 36 KiB
         self._loop = LoopThread("host")
-        self._servers: dict[int, Server] = {}
         self._opened = contextlib.AsyncExitStack()
         self._engine: CacheEngine | None = None
 
     def begin(self, operation: str, **arguments: Any) -> Future[Any]:
         """Start an operation: one of the coroutine methods of this class."""
         return self._loop.submit(getattr(self, operation)(**arguments))
-
-    def serve(self, options: Sequence[str] = ()) -> int:
-        """Start a Valkey, and return its port."""
-        server = Server(*options)
-        self._servers[server.port] = server
-        server.start()
-        return server.port
-
-    def ask(self, port: int, *words: str | int) -> Any:
-        """Send a command to a server on this host and return the answer."""
-        reply = self._servers[port].ask(*words)
-        return reply.decode() if isinstance(reply, bytes) else reply
 
     async def open(self, tier: dict[str, Any]) -> None:
         """Open an engine with only this tier."""
@@ -91,13 +77,9 @@ class Host:
         return self._engine
 
     async def close(self) -> None:
-        """Close the engine and kill the servers; new ones can be started afterwards."""
-        try:
-            await self._opened.aclose()
-        finally:
-            self._engine = None
-            while self._servers:
-                self._servers.popitem()[1].stop()
+        """Close the engine. Another one can be opened afterwards."""
+        self._engine = None
+        await self._opened.aclose()
 
     def end(self) -> None:
         """Close the host for good."""
@@ -112,7 +94,7 @@ def prompt(number: int) -> list[int]:
 
 
 class Network:
-    """Hosts `a`, `b` and `c`; a context manager that ends them. Connections to their servers go through proxies.
+    """Hosts `a`, `b` and `c`; a context manager that ends them. Connections to servers go through proxies.
 
     Attributes:
         hosts: By name.
@@ -133,7 +115,7 @@ class Network:
                 stack.callback(host.end)
 
     def way(self, host: str, port: int) -> int:
-        """Return the port of this machine at which all hosts reach a port of a host."""
+        """Return the port at which all hosts reach a server with that port, which belongs to the host."""
         if (host, port) not in self._ways:
             self._ways[host, port] = self._proxies.open(host, port)
         return self._ways[host, port]

@@ -11,10 +11,11 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, parse_reply
-from tests.support.processes import free_port, started, wait_until
+from tests.support.processes import free_port, free_ports, started, wait_until
 
 DEADLINE_S = 20.0
 
@@ -33,10 +34,10 @@ def server_binary() -> Path:
 class Server:
     """One server process, with a directory and ports that stay the same over restarts."""
 
-    def __init__(self, *options: str, config: str = "") -> None:
+    def __init__(self, *options: str, config: str = "", port: int | None = None) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="vk-"))  # short: a socket's path has at most 107 bytes
         self.socket = self.directory / "s"
-        self.port = free_port()
+        self.port = port or free_port()
         self._options = options
         self._config = config
         self._process: subprocess.Popen[str] | None = None
@@ -113,21 +114,28 @@ def running(*options: str, config: str = "") -> contextlib.AbstractContextManage
 
 
 class ServerCluster:
-    """Three masters with a third of the slots each, and no replicas."""
+    """Three masters with a third of the slots each, and no replicas.
 
-    def __init__(self) -> None:
-        self.servers = [self._make() for _ in range(3)]
+    Args:
+        way: Returns the port at which clients reach a server, by its index and its own port.
+    """
 
-    @staticmethod
-    def _make() -> Server:
-        return Server(
-            *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
-            *("--cluster-node-timeout", "1000", "--cluster-port", str(free_port())),
-        )
+    def __init__(self, way: Callable[[int, int], int] = lambda _, port: port) -> None:
+        self._buses, ports = free_ports(3), free_ports(3)
+        self._ways = [way(index, port) for index, port in enumerate(ports)]
+        self.servers = [
+            Server(
+                *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
+                *("--cluster-node-timeout", "1000", "--cluster-port", str(bus)),
+                *("--cluster-announce-ip", "127.0.0.1", "--cluster-announce-port", str(announced)),
+                port=port,
+            )
+            for bus, port, announced in zip(self._buses, ports, self._ways, strict=True)
+        ]
 
     @property
     def url(self) -> str:
-        return "valkey://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        return "valkey://" + ",".join(f"127.0.0.1:{port}" for port in self._ways)
 
     def start(self) -> None:
         for server in self.servers:
@@ -135,9 +143,8 @@ class ServerCluster:
         for index, server in enumerate(self.servers):
             server.ask("CLUSTER", "ADDSLOTSRANGE", 16384 * index // 3, 16384 * (index + 1) // 3 - 1)
         first = self.servers[0]
-        bus = first._options[first._options.index("--cluster-port") + 1]
         for server in self.servers[1:]:
-            server.ask("CLUSTER", "MEET", "127.0.0.1", first.port, bus)
+            server.ask("CLUSTER", "MEET", "127.0.0.1", first.port, self._buses[0])
         self.wait_whole()
 
     def start_again(self) -> None:
@@ -161,5 +168,7 @@ class ServerCluster:
         return b"cluster_state:ok" in info and b"cluster_slots_ok:16384" in info
 
 
-def running_cluster() -> contextlib.AbstractContextManager[ServerCluster]:
-    return started(ServerCluster())
+def running_cluster(
+    way: Callable[[int, int], int] = lambda _, port: port,
+) -> contextlib.AbstractContextManager[ServerCluster]:
+    return started(ServerCluster(way))

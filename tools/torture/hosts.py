@@ -50,18 +50,18 @@ CONDITIONS: Mapping[str, Condition] = {
 def torture(network: Network, tier: str, outcome: Outcome, *, seconds: float = 0.0) -> None:
     """Run all conditions in turn, repeatedly for `seconds`. The last condition is a good one."""
     network.become(NEAR)
-    settings = TIERS[tier](network)
-    network.all("open", lambda host: {"tier": settings[host]})
-    numbers = itertools.count(1)
-    until = time.monotonic() + seconds
-    while True:
-        for name, condition in CONDITIONS.items():
-            network.become(condition.link, condition.cut)
-            _run_condition(network, f"{tier}, {name}", condition, numbers, outcome)
-        if outcome.aborted or time.monotonic() >= until:
-            break
-    counts = network.all("counts")
-    network.all("close")
+    with TIERS[tier](network) as settings:
+        network.all("open", lambda _: {"tier": settings})
+        numbers = itertools.count(1)
+        until = time.monotonic() + seconds
+        while True:
+            for name, condition in CONDITIONS.items():
+                network.become(condition.link, condition.cut)
+                _run_condition(network, f"{tier}, {name}", condition, numbers, outcome)
+            if outcome.aborted or time.monotonic() >= until:
+                break
+        counts = network.all("counts")
+        network.all("close")
     network.forget_ways()
     outcome.add("errors counted", sum(_errors(host) for host in counts.values()))
     outcome.add("packets lost", network.lost)
