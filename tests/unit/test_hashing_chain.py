@@ -240,16 +240,3 @@ def test_the_keys_are_the_golden_ones(algorithm, full, imaged, partial):
 
     assert [chunk.key.hex() for chunk in chunks] == [full, imaged]
     assert one.tail().key.hex() == partial
-
-
-def test_a_partial_chunks_message_never_reads_as_a_full_one():
-    """The trailer of a chunk with extras, parsed as tokens, would have a negative one: no message is shared."""
-    messages = []
-    recorder = ChunkHasher(ROOT, chunk_size=4, extras=[Extra(0, 9, "cat")])
-    recorder._digest = lambda message: messages.append(message) or message[:16]
-
-    recorder.extend([1, 2, 3, 4, 5, 6])
-    recorder.tail()
-
-    assert [struct.unpack("<i", message[-4:])[0] for message in messages] == [4 - 2**31, 2 - 2**31]
-    assert [message[16:24] for message in messages] == [struct.pack("<2i", 1, 2), struct.pack("<2i", 5, 6)]

@@ -11,11 +11,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lmcache_async.hashing import processor_fingerprint, weights_fingerprint
-from lmcache_async.hashing.fingerprint import _spans
 
 MODES = ["sampled", "full"]
 BIG = 40_000  # bytes, above the three samples of a tensor
@@ -255,33 +252,9 @@ def test_a_dangling_link_is_named(model):
 def test_a_malformed_safetensors_file_is_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
+    with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
         weights_fingerprint(tmp_path)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 50) | st.floats() | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["data_offsets", "a"]), inner, max_size=2)
-    ),
-    max_leaves=8,
-)
-
-
-offsets = st.lists(st.integers(-2, 12), min_size=2, max_size=2)
-headers = st.dictionaries(st.text(max_size=2), st.fixed_dictionaries({"data_offsets": offsets}), max_size=2)
-
-
-@given(headers | json_values, st.integers(0, 10))
-@example({"a": {"data_offsets": [0, 3]}}, 2)
-def test_spans_lie_in_the_data_or_the_header_is_refused(header, data_bytes):
-    try:
-        spans = _spans(json.dumps(header).encode(), data_bytes, "x.safetensors")
-    except ValueError:
-        return  # malformed files are refused; see above
-
-    assert all(0 <= begin <= end <= data_bytes for begin, end in spans)
+    assert "truncated" not in str(caught.value)  # it is refused before its data is read
 
 
 @pytest.mark.parametrize("mode", MODES)
