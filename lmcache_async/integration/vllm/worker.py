@@ -811,10 +811,18 @@ class WorkerConnector:
             self.start_loads()
 
     def start_loads(self) -> None:
-        """start_load_kv."""
+        """start_load_kv.
+
+        In a step that computes nothing, wait for loads from host memory. Otherwise this thread contends with the event
+        loop for Python's lock, and vLLM learns of the end of a load a step later.
+        """
         loads, self._loads = self._loads, ()
+        awaited, self._awaited = self._awaited, ()
         for engine in self.engines:
             engine.transfers.load(loads)
+        deadline = time.monotonic() + IDLE_S
+        for engine in self.engines if awaited else ():
+            engine.transfers.wait(awaited, max(0.0, deadline - time.monotonic()))
 
     def wait_for_layer(self, layer_name: str) -> None:
         """wait_for_layer_load: wait for the layer's part of this step's layer-wise loads."""
@@ -828,16 +836,8 @@ class WorkerConnector:
             engine.transfers.store(stores)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended in all engines since the last call.
-
-        In a step that computes nothing, wait for loads from host memory: otherwise vLLM learns of their end a step
-        later, and its thread contends with the event loop for Python's lock meanwhile.
-        """
-        awaited, self._awaited = self._awaited, ()
-        deadline = time.monotonic() + IDLE_S
+        """Requests whose loads have ended in all engines since the last call."""
         for engine in self.engines:
-            if awaited:
-                engine.transfers.wait(awaited, max(0.0, deadline - time.monotonic()))
             self._ended.update(engine.transfers.take_finished())
         finished = {name for name, count in self._ended.items() if count == len(self.engines)}
         for name in finished:
