@@ -16,37 +16,11 @@ from tests.support.fake_streams import FakeStreams
 from tools.benchmarks import gpu
 from tools.benchmarks.command import Loaded, settings_of
 from tools.benchmarks.gpu import DTYPES, IN, MODELS, OUT, Copies, refusal, shapes
-from tools.benchmarks.gpu_device import available_bytes
+from tools.benchmarks.gpu_device import HostGpu, available_bytes
 
 GIB = 1 << 30
 LOADED = Loaded(gpu.run, gpu.Settings(), gpu.QUICK)
 SMALL = dataclasses.replace(gpu.QUICK, layers=1, models="llama-8b,deepseek-mla")
-
-
-class FakeRunning:
-    """A run that ends after a number of polls."""
-
-    def __init__(self, looks):
-        self.looks = looks
-        self.waited = False
-
-    def ended(self):
-        self.looks -= 1
-        return self.looks < 0
-
-    def milliseconds(self):
-        self.waited = True
-        return 3.0
-
-
-class FakeProducts:
-    def __init__(self, looks=1):
-        self.looks = looks
-        self.asked = []
-
-    def ask(self, count):
-        self.asked.append((count, FakeRunning(self.looks)))
-        return self.asked[-1][1]
 
 
 class LossyMover(TorchMover):
@@ -58,18 +32,14 @@ class LossyMover(TorchMover):
         super().move(steps, table, staging, to_staging=to_staging)
 
 
-class FakeGpu:
+class FakeGpu(HostGpu):
     """The host as a GPU with a given amount of memory."""
-
-    name = "no GPU"
-    device = torch.device("cpu")
 
     def __init__(self, *, free_bytes=100 * GIB, host_bytes=100 * GIB, mover=TorchMover):
         self._free_bytes, self._host_bytes = free_bytes, host_bytes
         self.mover = mover
         self.opened = []
         self.pinned = []
-        self.load = FakeProducts()
         self.trimmed = 0
 
     def streams(self):
@@ -85,11 +55,8 @@ class FakeGpu:
     @contextlib.contextmanager
     def pin(self, nbytes):
         self.pinned.append(nbytes)
-        yield np.zeros(nbytes, np.uint8)
-
-    def products(self, size):
-        assert size == gpu.QUICK.product_size
-        return self.load
+        with super().pin(nbytes) as host:
+            yield host
 
     def trim(self):
         self.trimmed += 1

@@ -47,7 +47,7 @@ class Products(Protocol):
 
 
 class Gpu(Protocol):
-    """A device and its host memory.
+    """A device and its host memory, this machine's.
 
     Attributes:
         name: Name of the device.
@@ -62,12 +62,14 @@ class Gpu(Protocol):
 
     def mover(self, layout: KVLayout) -> Mover:
         """Return the mover of rows within device memory."""
+        return open_mover(layout)
 
     def free_bytes(self) -> int:
         """Return the unused bytes of device memory."""
 
     def host_bytes(self) -> int:
         """Return the unused bytes of host memory."""
+        return available_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
 
     def pin(self, nbytes: int) -> contextlib.AbstractContextManager[HostBytes]:
         """Pin contiguous host memory. No copy may be running at the end of the block.
@@ -83,7 +85,7 @@ class Gpu(Protocol):
         """Return unused memory of the allocator to the device."""
 
 
-class CudaGpu:
+class CudaGpu(Gpu):
     """The current CUDA device."""
 
     def __init__(self) -> None:
@@ -94,15 +96,9 @@ class CudaGpu:
     def streams(self) -> Streams:
         return TorchStreams(self.device)
 
-    def mover(self, layout: KVLayout) -> Mover:
-        return open_mover(layout)
-
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free)
-
-    def host_bytes(self) -> int:
-        return available_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
 
     @contextlib.contextmanager
     def pin(self, nbytes: int) -> Iterator[HostBytes]:
@@ -163,7 +159,7 @@ class _CudaRunning:
         return float(self.start.elapsed_time(self.end)) / self.count
 
 
-class HostGpu:
+class HostGpu(Gpu):
     """The host in place of a GPU: the same code with simulated streams. Its figures have no meaning.
 
     The mover is the Triton kernel if Triton's interpreter is on (`TRITON_INTERPRET=1`).
@@ -175,14 +171,8 @@ class HostGpu:
     def streams(self) -> Streams:
         return FakeStreams()
 
-    def mover(self, layout: KVLayout) -> Mover:
-        return open_mover(layout)
-
     def free_bytes(self) -> int:
         return self.host_bytes()
-
-    def host_bytes(self) -> int:
-        return available_bytes(Path("/proc/meminfo").read_text(encoding="ascii"))
 
     @contextlib.contextmanager
     def pin(self, nbytes: int) -> Iterator[HostBytes]:
