@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from lmcache_async.cli.checks.probe import probe_tier
@@ -14,6 +12,7 @@ from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.diagnosis import Check, Outcome
+from tests.support.tiers import altered, gives, hang, raises
 from tests.support.valkey_servers import Server
 
 
@@ -55,124 +54,65 @@ def test_an_unreachable_server_fails_with_advice():
     assert "check that its server runs" in failed[0].todo
 
 
-class Forgetful(DictTier):
-    async def put(self, key, buffer):
-        pass
+async def put_late(self, key, buffer):
+    await DictTier.put(self, key, buffer)
+    await hang()
 
 
-class Liar(DictTier):
-    async def contains(self, key):
-        return True
+broken, keeping = {"get": raises(TierUnavailableError("gone"))}, {"remove": hang}
+no_removal = {"capabilities": Capabilities()}
 
 
-class Hanging(DictTier):
-    async def get(self, key, allocate):
-        await asyncio.Event().wait()
-
-
-class Broken(DictTier):
-    async def get(self, key, allocate):
-        raise TierUnavailableError("gone")
-
-
-class Buggy(DictTier):
-    async def get(self, key, allocate):
-        raise ValueError("a mistake")
-
-
-class Greedy(DictTier):
-    async def get_many(self, keys, allocate):
-        raise BudgetExceededError("no memory")
-
-
-class LatePut(DictTier):
-    async def put(self, key, buffer):
-        await super().put(key, buffer)
-        await asyncio.Event().wait()
-
-
-class Keeping(DictTier):
-    async def remove(self, key):
-        await asyncio.Event().wait()
-
-
-class BrokenAndKeeping(Broken, Keeping):
-    pass
-
-
-class Silent(DictTier):
-    async def remove(self, key):
-        return False
-
-
-class NoRemoval(DictTier):
-    @property
-    def capabilities(self):
-        return Capabilities()
-
-
-class BrokenWithoutRemoval(Broken, NoRemoval):
-    pass
-
-
-class NeverOpen(DictTier):
-    async def __aenter__(self):
-        await asyncio.Event().wait()
-
-
-HANGING = (Hanging, LatePut, Keeping, NeverOpen)
-
-
-def spec_for(tier_class) -> TierSpec:
+def spec_for(members) -> TierSpec:
     """Settings of a tier with timeouts for a busy machine, unless it hangs."""
-    timeout_s = 0.2 if issubclass(tier_class, HANGING) else 30
+    timeout_s = 0.2 if {hang, put_late} & {*members.values()} else 30
     return TierSpec(name="x", id="x", timeout_s=timeout_s, open_timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
-    ("tier_class", "told"),
+    ("members", "told"),
     [
-        (Forgetful, "the stored record was not returned"),
-        (Liar, "a lookup failed: the tier reports a record that was never stored"),
-        (NeverOpen, "tier 'x': was not open after 0.2 s"),
+        ({"put": gives(None)}, "the stored record was not returned"),
+        ({"contains": gives(True)}, "a lookup failed: the tier reports a record that was never stored"),
+        ({"__aenter__": hang}, "tier 'x': was not open after 0.2 s"),
     ],
 )
-def test_a_tier_that_misbehaves_fails(tier_class, told):
-    checks = probe_tier(spec_for(tier_class), tier_class())
+def test_a_tier_that_misbehaves_fails(members, told):
+    checks = probe_tier(spec_for(members), altered(**members)())
 
     [failed] = [check for check in checks if check.outcome is Outcome.FAIL]
     assert failed.found.startswith(told)
 
 
 @pytest.mark.parametrize(
-    ("tier_class", "outcome", "told", "left"),
+    ("members", "outcome", "told", "left"),
     [
-        (Broken, Outcome.FAIL, "a get failed: gone", 0),
-        (Greedy, Outcome.FAIL, "a get failed: no memory", 0),
-        (Buggy, Outcome.FAIL, "ValueError: a mistake", 0),
-        (Hanging, Outcome.FAIL, "a get failed: tier 'x': get_many did not answer in 0.2 s", 0),
-        (LatePut, Outcome.FAIL, "a put failed: tier 'x': put_many did not answer in 0.2 s", 0),
+        (broken, Outcome.FAIL, "a get failed: gone", 0),
+        ({"get_many": raises(BudgetExceededError("no memory"))}, Outcome.FAIL, "a get failed: no memory", 0),
+        ({"get": raises(ValueError("a mistake"))}, Outcome.FAIL, "ValueError: a mistake", 0),
+        ({"get": hang}, Outcome.FAIL, "a get failed: tier 'x': get_many did not answer in 0.2 s", 0),
+        ({"put": put_late}, Outcome.FAIL, "a put failed: tier 'x': put_many did not answer in 0.2 s", 0),
         (
-            Keeping,
+            keeping,
             Outcome.FAIL,
             "a removal failed: tier 'x': remove did not answer in 0.2 s; the record of 64 KiB may stay",
             1,
         ),
-        (BrokenAndKeeping, Outcome.FAIL, "a get failed: gone; the record of 64 KiB may stay", 1),
-        (Silent, Outcome.OK, "; the record of 64 KiB may stay", 1),
-        (NoRemoval, Outcome.OK, "; the record of 64 KiB stays: the tier cannot remove it", 1),
+        (broken | keeping, Outcome.FAIL, "a get failed: gone; the record of 64 KiB may stay", 1),
+        ({"remove": gives(False)}, Outcome.OK, "; the record of 64 KiB may stay", 1),
+        (no_removal, Outcome.OK, "; the record of 64 KiB stays: the tier cannot remove it", 1),
         (
-            BrokenWithoutRemoval,
+            broken | no_removal,
             Outcome.FAIL,
             "a get failed: gone; the record of 64 KiB may stay: the tier cannot remove it",
             1,
         ),
     ],
 )
-def test_the_probe_is_removed_or_reported(tier_class, outcome, told, left):
-    tier = tier_class()
+def test_the_probe_is_removed_or_reported(members, outcome, told, left):
+    tier = altered(**members)()
 
-    check = by_name(probe_tier(spec_for(tier_class), tier))["record"]
+    check = by_name(probe_tier(spec_for(members), tier))["record"]
 
     assert check.outcome is outcome
     assert check.found.endswith(told)

@@ -16,30 +16,19 @@ from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Capabilities
 from tests.maintenance.filled import Failing, sealed, store_of
+from tests.support.tiers import altered, hang
 
 
-class Silent(DictTier):
-    """A tier that stops answering during a list or a read."""
-
-    def __init__(self, verb, **options):
-        super().__init__(**options)
-        self.verb = verb
-
-    async def keys(self):
-        for number, key in enumerate(self.records):
-            if self.verb == "keys" and number == 2:
-                await asyncio.Event().wait()
-            yield key
-
-    async def get(self, key, allocate):
-        if self.verb == "get":
-            await asyncio.Event().wait()
-        return await super().get(key, allocate)
+async def list_two(self):
+    """Stop answering during a list."""
+    for key in [*self.records][:2]:
+        yield key
+    await hang()
 
 
-@pytest.mark.parametrize("verb", ["keys", "get"])
-async def test_a_tier_that_stops_answering_ends_the_run(verb):
-    async with store_of(Silent(verb, records=sealed([10] * 4)), timeout_s=0.1) as target:
+@pytest.mark.parametrize("members", [{"keys": list_two}, {"get": hang}], ids=["keys", "get"])
+async def test_a_tier_that_stops_answering_ends_the_run(members):
+    async with store_of(altered(**members)(records=sealed([10] * 4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"did not answer in 0\.1 s"):
             await verify(target, Meter())
 
@@ -57,16 +46,9 @@ async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read(
     assert len(tier.records) == 3
 
 
-class Mute(DictTier):
-    """A tier without list, put and remove."""
-
-    @property
-    def capabilities(self):
-        return Capabilities(writes=False)
-
-
 async def test_a_missing_capability_is_reported():
-    async with store_of(Mute(records=sealed([10] * 2))) as target:
+    mute = altered(capabilities=Capabilities(writes=False))
+    async with store_of(mute(records=sealed([10] * 2))) as target:
         with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
             await target.list()
         with pytest.raises(ConfigError, match="it only reads"):

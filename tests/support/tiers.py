@@ -16,6 +16,34 @@ def registry_of(**tiers) -> FakeRegistry:
     return FakeRegistry(tiers=tiers)
 
 
+def altered(**members) -> type[DictTier]:
+    """Return a class of DictTiers with other methods, or other capabilities."""
+    return type("Altered", (DictTier,), members)
+
+
+async def hang(*_):
+    """Never answer, as a method of a tier."""
+    await asyncio.Event().wait()
+
+
+def gives(value):
+    """Return a method of a tier that returns the value."""
+
+    async def method(*_):
+        return value
+
+    return method
+
+
+def raises(error):
+    """Return a method of a tier that raises the error."""
+
+    async def method(*_):
+        raise error
+
+    return method
+
+
 class Made:
     """A registry with the tier `dict`: a DictTier over `records`, wrapped by `wrap`.
 

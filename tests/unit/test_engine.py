@@ -12,7 +12,7 @@ from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, Gate
 from lmcache_async.testing.rig import Rig
 from tests.support import engines
 from tests.support.engines import chunks_of, leased
-from tests.support.tiers import Made, ParkingTier
+from tests.support.tiers import Made, ParkingTier, altered, hang, registry_of
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 
@@ -138,22 +138,10 @@ async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
         await check_retrieve(rig, engine, expected=[True] * 40)
 
 
-class _Silent(DictTier):
-    """A tier whose `contains` never answers."""
-
-    async def contains(self, key):
-        await asyncio.Event().wait()
-
-    async def count_prefix(self, keys):
-        await asyncio.Event().wait()
-
-    async def contains_many(self, keys):
-        await asyncio.Event().wait()
-
-
 async def test_questions_to_a_silent_tier_end_at_the_retrieves_deadline():
     rig = Rig()
-    registry = FakeRegistry(tiers={"silent": _Silent})
+    silent = altered(contains=hang, count_prefix=hang, contains_many=hang)
+    registry = registry_of(silent=silent)
     async with rig.open(tiers=["cpu", "silent"], registry=registry, **{"retrieve.timeout_s": 0.01}) as engine:
         async with asyncio.timeout(25):  # a call to the tier may take 30 s
             keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]

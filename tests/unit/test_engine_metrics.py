@@ -9,9 +9,9 @@ from lmcache_async.metrics.metrics import MAX_PLANNED, CallMetrics, EngineMetric
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.metrics.series import REQUEST_BUCKETS_S
 from lmcache_async.pipeline.report import Drops
-from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import Chunk, ChunkKey, RequestPlan, RetrieveReport, StoreReport
+from tests.support.tiers import altered, raises, registry_of
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -64,14 +64,9 @@ async def test_a_store_and_two_hits_are_counted_by_tier(tmp_path):
     assert told["arena_bytes",] == rig.slabs * rig.slab_bytes
 
 
-class _Full(DictTier):
-    async def put(self, key, buffer):
-        raise TierUnavailableError("no room here")
-
-
 async def test_drops_errors_and_an_open_breaker_have_their_causes():
-    rig = Rig()
-    async with rig.open(registry=FakeRegistry(tiers={"full": _Full}), tiers=["full"]) as engine:
+    rig, full = Rig(), altered(put=raises(TierUnavailableError("no room here")))
+    async with rig.open(registry=registry_of(full=full), tiers=["full"]) as engine:
         for start in range(40):
             await engine.store([start * 7 + 1] * 8, SLOTS[:8])
         told = values(engine)

@@ -6,8 +6,8 @@ import pytest
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
+from tests.support.tiers import altered, raises, registry_of
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -87,14 +87,9 @@ async def test_a_record_that_fails_verification_is_removed(tmp_path):
         assert len(watcher.has["disk"]) == 4
 
 
-class _Refuses(DictTier):
-    async def put(self, key, buffer):
-        raise TierUnavailableError("not today")
-
-
 async def test_refused_chunks_are_not_notified():
     rig, watcher = Rig(), Watching()
-    registry = FakeRegistry(tiers={"refuses": _Refuses})
+    registry = registry_of(refuses=altered(put=raises(TierUnavailableError("not today"))))
     async with opened(rig, watcher, registry, tiers=["cpu", "refuses"]) as engine:
         await engine.store(TOKENS, SLOTS)
 
