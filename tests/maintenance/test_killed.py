@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.maintenance.filled import content, damage, invoke, record_files, told
+from tests.support.forks import Children
 
-REPOSITORY = Path(__file__).parents[2]
 CALLS = (1, 2, 3, 5, 8, 11, 14, 20, 35, 60)
 """System calls at which a command is killed; a command with fewer calls ends by itself."""
 
 
-class Commands:
-    """The program that forks commands; see killed_child.py."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.maintenance.killed_child"],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._line() == "ready"
+class Commands(Children):
+    """Runs commands in child processes; see killed_child.py."""
 
     def killed(self, call: int, *arguments: object) -> bool:
         """Return whether the command was killed at that call; otherwise it ended before."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{call} {json.dumps([str(argument) for argument in arguments])}\n")
-        word, status = self._line().split()
-        assert word == "dead"
-        return int(status) == signal.SIGKILL
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-        self._process.stdout.close()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the program ended"
-        return line.strip()
+        texts = [str(argument) for argument in arguments]
+        *_, last = self.start("run", call=call, arguments=texts)
+        return last == f"dead {signal.SIGKILL}"
 
 
 @pytest.fixture(scope="module")
 def commands() -> Iterator[Commands]:
-    started = Commands()
+    started = Commands("tests.maintenance.killed_child")
     yield started
     started.close()
 

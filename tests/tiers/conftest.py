@@ -6,10 +6,10 @@ import pytest
 
 from lmcache_async.plugins.disk import DiskConfig
 from lmcache_async.testing.records import SLAB_BYTES, allocator, small_arena
+from tests.support.forks import Children
 from tests.support.mooncake_pool import running
 from tests.support.processes import started
 from tests.support.s3_server import S3Server
-from tests.tiers.disk_child import Children
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def config(tmp_path):
 @pytest.fixture(scope="module")
 def children():
     """Runs functions of tests.tiers.disk_child in child processes."""
-    children = Children()
+    children = Children("tests.tiers.disk_child")
     yield children
     children.close()
 

@@ -1,23 +1,13 @@
-"""Child processes for the disk tier's tests, forked from one that has imported everything and has no threads.
-
-Each line of its input, `<function> <JSON arguments>`, forks a child that runs that function of this module. The
-output of the child is passed on; when it is dead, `dead <status>` is printed. A child that has to stay prints `ready`
-and reads commands from its own FIFO.
-"""
+"""Functions for child processes of the disk tier's tests; see tests.support.forks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +16,10 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
+from tests.support.forks import say, serve
 from tests.support.processes import open_fds
 
-REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
-
-
-class Children:
-    """The parent's side: starts functions of this module in child processes."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tiers.disk_child"],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._line() == "ready"
-
-    def start(self, function: str, **arguments: object) -> Iterator[str]:
-        """Yield the output line by line; the last line is `dead <status>`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{function} {json.dumps(arguments)}\n")
-        while True:
-            line = self._line()
-            yield line
-            if line.startswith("dead "):
-                return
-
-    def run(self, function: str, **arguments: object) -> list[str]:
-        """Return the whole output; the child must have exited normally."""
-        *lines, last = self.start(function, **arguments)
-        assert last == "dead 0", "\n".join(lines)
-        return lines
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-        self._process.stdout.close()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the program ended"
-        return line.rstrip("\n")
-
-
-def say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
 
 
 class Rig:
@@ -378,27 +320,5 @@ def _kill_before(call: int, *, torn: bool) -> None:
     wrap(fcntl, "flock")
 
 
-def main() -> None:
-    say("ready")
-    for line in sys.stdin:
-        function, arguments = line.split(" ", 1)
-        child = os.fork()
-        if child == 0:
-            _run(function, json.loads(arguments))
-        _, status = os.waitpid(child, 0)
-        say(f"dead {status}")
-
-
-def _run(function: str, arguments: dict[str, Any]) -> None:
-    status = 1
-    try:
-        globals()[function](**arguments)
-        status = 0
-    except BaseException:  # noqa: BLE001 - the parent is to see it
-        say(traceback.format_exc())
-    finally:
-        os._exit(status)
-
-
 if __name__ == "__main__":
-    main()
+    serve(globals())
