@@ -14,9 +14,9 @@ from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder, LMCa
 from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
-from lmcache_async.testing.fakes import FaultyTier
+from lmcache_async.testing.fakes import FaultyTier, installed
 from lmcache_async.testing.rig import Rig
-from tests.support.tiers import Made, ParkingTier, installed, registry_of
+from tests.support.tiers import Made, ParkingTier, registry_of
 
 TOKENS = list(range(100, 140))  # 5 chunks of 8
 LAYERS, BLOCKS, BLOCK_SIZE, WIDTH = 2, 32, 4, 4
