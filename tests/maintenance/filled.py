@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 from click.testing import Result
 from typer.testing import CliRunner
@@ -26,6 +25,7 @@ from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.offline import OfflineOptions
 from lmcache_async.types import Chunk, ChunkKey
+from tests.support import engines
 from tests.support.tiers import handle_of
 
 TOKENS = list(range(100, 140))
@@ -41,20 +41,14 @@ async def store(rig: Rig, root: Path, *prompts: Sequence[int], **config: object)
     tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
     async with rig.open(**{"tiers": tiers, **config}) as engine:
         for tokens in prompts:
-            rig.write(range(len(tokens)), rig.content(tokens))
-            await engine.store(tokens, torch.arange(len(tokens)))
-            assert await engine.flush(timeout_s=30)
+            await engines.store(rig, engine, tokens)
 
 
 async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: object) -> int:
     """Return the number of tokens that an engine loads from the directory; their content is compared bit by bit."""
     tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
-    rig.wipe()
     async with rig.open(**{"tiers": tiers, **config}) as engine:
-        mask = await engine.retrieve(tokens, torch.arange(64, 64 + len(tokens)))
-    hit = int(mask.sum())
-    assert torch.equal(rig.read(range(64, 64 + hit)), rig.content(tokens)[:, :, :hit])
-    return hit
+        return await engines.hits(rig, engine, tokens)
 
 
 def filled(root: Path, *prompts: Sequence[int], rig: Rig | None = None, **config: object) -> Rig:

@@ -9,7 +9,6 @@ import struct
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from lmcache_async.integration.vllm.keys import Adapter, AdapterFingerprints
 from lmcache_async.memory.record import RecordFormat, seal, verify
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import Chunk
+from tests.support.engines import hits, store
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 124))  # three chunks of 8
@@ -58,22 +58,17 @@ class Cache:
         )
 
     async def store(self, request=PLAIN, **namespace) -> None:
-        self.rig.write(range(len(TOKENS)), self.rig.content(TOKENS))
         async with self.open(**namespace) as engine:
-            report = await engine.store(TOKENS, torch.arange(len(TOKENS)), namespace=request)
-            assert await engine.flush(timeout_s=30)
+            report = await store(self.rig, engine, TOKENS, namespace=request)
         assert report.stored + report.present == 3
 
     async def hit(self, request=PLAIN, **namespace) -> int:
-        self.rig.wipe()
         async with self.open(**namespace) as engine:
-            mask = await engine.retrieve(TOKENS, torch.arange(64, 64 + len(TOKENS)), namespace=request)
+            found = await hits(self.rig, engine, TOKENS, namespace=request)
             self.corrupt = {
                 name: count for name, count in engine.statistics().counts.items() if "corrupt" in name
             }
-        if not mask.any():
-            assert (self.rig.read(range(64, 64 + len(TOKENS))) == -7.0).all()
-        return int(mask.sum())
+        return found
 
 
 ENGINES = {

@@ -43,6 +43,11 @@ async def retrieve(rig, engine, tokens, **options):
     return result.tolist()
 
 
+async def hits(rig, engine, tokens, **options):
+    """Load the prompt as `retrieve` does and return the number of its tokens that are there."""
+    return sum(await retrieve(rig, engine, tokens, **options))
+
+
 def leased(engine):
     """Slabs that are not free and do not belong to the cpu tier."""
     statistics = engine.statistics()

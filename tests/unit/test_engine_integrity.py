@@ -36,8 +36,7 @@ async def store(rig: Rig, engine: Any) -> None:
 
 
 async def retrieve(rig: Rig, engine: Any) -> int:
-    """Return the number of hit tokens, after comparing their content."""
-    return sum(await engines.retrieve(rig, engine, TOKENS))
+    return await engines.hits(rig, engine, TOKENS)
 
 
 def files(tmp_path: Path) -> dict[tuple[int, ...], Path]:

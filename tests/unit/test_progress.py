@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import queue
 import threading
@@ -379,15 +378,6 @@ def test_a_load_withdrawn_during_its_last_part_is_completed(pool):
 
 class Payload:
     """An object to be watched by a weak reference."""
-
-
-@pytest.fixture
-def collector_off():
-    """As in vLLM, which freezes existing objects and rarely collects garbage."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -272,19 +271,14 @@ def test_a_withdrawn_call_holds_nothing(pool):
     assert running.result(timeout=60)
 
 
-async def test_an_error_does_not_keep_the_function_that_raised_it(pool):
+async def test_an_error_does_not_keep_the_function_that_raised_it(pool, collector_off):
     thing = Thing()
     watched = weakref.ref(thing)
 
     def fail(held=thing):
         raise LookupError(held is not None)
 
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(LookupError, match="True"):
-            await in_thread(pool, fail)
-        del thing, fail
-        assert watched() is None
-    finally:
-        gc.enable()
+    with pytest.raises(LookupError, match="True"):
+        await in_thread(pool, fail)
+    del thing, fail
+    assert watched() is None

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.stages import verify as verify_stage
 from lmcache_async.testing.rig import Rig
-from tests.support.engines import store
+from tests.support.engines import hits, store
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 116))  # 2 chunks
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    """As in vLLM, which freezes existing objects and rarely collects garbage."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-async def hits(rig: Rig, engine) -> int:
-    rig.wipe()
-    return int((await engine.retrieve(TOKENS, range(len(TOKENS)))).sum())
 
 
 @pytest.mark.parametrize("position", [60, 4096 + 5], ids=["header", "payload"])
@@ -41,7 +23,7 @@ async def test_a_corrupt_record_costs_no_slab(collector_off, position: int) -> N
             content[position] ^= 1
             made.records[key] = bytes(content)
 
-        assert await hits(rig, engine) == 0
+        assert await hits(rig, engine, TOKENS) == 0
 
         arena = engine.statistics().arena
         assert (arena.leased_slabs, arena.lingering_slabs) == (0, 0)
@@ -56,14 +38,8 @@ async def test_a_prefix_ends_at_the_first_corrupt_record_whichever_thread_finds_
     rig, made, tokens = Rig(), Made(), list(range(100, 148))
     settings = {"retrieve.batch_bytes": 6 * rig.slab_bytes, "copy_threads": threads}
     async with rig.open(registry=made.registry, tiers=["dict"], **settings) as engine:
-        rig.write(range(48), rig.content(tokens))
-        await engine.store(tokens, range(48))
-        assert await engine.flush(timeout_s=60)
+        await store(rig, engine, tokens)
         for chunk in ChunkHasher(rig.namespace.root(), chunk_size=8).extend(tokens)[position::2]:
             made.records[chunk.key] = made.records[chunk.key][:-1] + b"?"
-        rig.wipe()
 
-        mask = await engine.retrieve(tokens, range(48))
-
-        assert mask.sum() == position * 8
-        assert torch.equal(rig.read(range(position * 8)), rig.content(tokens)[:, :, : position * 8])
+        assert await hits(rig, engine, tokens) == position * 8
