@@ -53,16 +53,6 @@ def test_the_least_recently_used_go_first() -> None:
     assert pool.tenant_statistics("t").evictions == 2
 
 
-def test_suffixes_go_before_their_prefixes() -> None:
-    pool = pool_of(6)
-    prompt = [key_of(number) for number in range(4)]
-    pool.contains("t", prompt)
-    put(pool, range(4))
-    put(pool, range(10, 14))
-
-    assert pool.contains("t", prompt) == [True, True, False, False]
-
-
 def test_a_chunk_is_not_evicted_for_its_continuation() -> None:
     pool = pool_of(3)
     put(pool, [50, 51])

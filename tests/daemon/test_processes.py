@@ -13,7 +13,6 @@ from pathlib import Path
 
 import uvloop
 
-from lmcache_async.daemon.address import peer_of
 from lmcache_async.testing.records import check_record, key_of, small_arena
 from lmcache_async.testing.rig import Rig
 from tests.daemon.client_child import TOKENS, no_memory
@@ -119,11 +118,3 @@ async def _kill_and_restart(path: Path) -> None:
 def test_a_daemon_killed_under_traffic_costs_misses_until_it_is_back() -> None:
     with socket_path() as path:
         uvloop.run(_kill_and_restart(path))
-
-
-def test_peer_credentials_come_from_the_kernel() -> None:
-    import socket
-
-    one, other = socket.socketpair(socket.AF_UNIX)
-    with one, other:
-        assert peer_of(one) == (os.getpid(), os.geteuid())

@@ -27,7 +27,7 @@ from lmcache_async.daemon.messages import (
     pack_hello,
 )
 from lmcache_async.errors import ConfigError
-from lmcache_async.testing.records import FORMAT, key_of, record, small_arena
+from lmcache_async.testing.records import key_of, record, small_arena
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, socket_path
 
 
@@ -64,10 +64,6 @@ class Client:
         answer = self.ask(Op.RESERVE, messages.pack_wishes([(key_of(number), nbytes)]))
         return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
 
-    def lease(self, number: int) -> Grant:
-        answer = self.ask(Op.LEASE, key_of(number))
-        return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
-
     def store(self, number: int) -> None:
         """Store a whole record through the file descriptor."""
         arena = small_arena(1)
@@ -101,18 +97,6 @@ def client(daemon: ThreadedDaemon, tenant: str = "t", **options: object) -> Iter
         yield made
     finally:
         made.close()
-
-
-async def test_leases_of_a_client_end_with_its_connection(daemon: ThreadedDaemon) -> None:
-    tenant = uuid.uuid4().hex
-    with client(daemon, tenant) as one:
-        one.store(1)
-        assert one.lease(1).lease
-        assert one.reserve(2, 10_000).lease
-        assert daemon.leases(tenant) == (1, 1)
-    await daemon.until_leases((0, 0), tenant)
-    with client(daemon, tenant) as other:
-        assert other.ask(Op.CONTAINS, key_of(1), key_of(2)) == b"\x01\x00"
 
 
 async def test_a_list_of_keys_is_dropped_at_its_end(daemon: ThreadedDaemon) -> None:
@@ -243,21 +227,6 @@ async def test_no_messages_are_read_from_a_client_that_does_not_read(daemon: Thr
         assert quick.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
 
-def test_the_leases_of_a_client_are_limited() -> None:
-    nbytes = FORMAT.record_bytes(5000)
-    with (
-        socket_path() as path,
-        ThreadedDaemon(path, max_bytes="1MiB", max_client_bytes=2 * nbytes) as daemon,
-        client(daemon) as one,
-    ):
-        one.store(1)
-        leases = [one.lease(1) for _ in range(3)]
-        assert [lease.refusal for lease in leases] == [Refusal.NONE, Refusal.NONE, Refusal.TOO_MUCH]
-        assert one.reserve(2, nbytes).refusal is Refusal.TOO_MUCH
-        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([leases[0].lease])))
-        assert one.reserve(2, nbytes).lease
-
-
 def test_bytes_that_are_not_a_record_are_not_committed(daemon: ThreadedDaemon) -> None:
     with client(daemon, "zeros") as one:
         grant = one.reserve(1, 10_000)
@@ -279,15 +248,6 @@ def test_a_second_daemon_at_the_same_socket_does_not_start(daemon: ThreadedDaemo
         pass
     with client(daemon) as one:
         assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
-
-
-def test_a_daemon_replaces_a_killed_one() -> None:
-    with socket_path() as path:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
-            killed.bind(os.fspath(path))
-        with ThreadedDaemon(path, max_bytes="1MiB") as daemon, client(daemon) as one:
-            assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
-        assert not path.exists()
 
 
 def test_a_file_at_the_sockets_path_is_refused_and_kept(tmp_path: Path) -> None:

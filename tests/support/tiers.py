@@ -9,6 +9,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, ForwardingTier
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.results import release_results
 
 
 def registry_of(**tiers) -> FakeRegistry:
@@ -110,27 +111,16 @@ class ParkingTier(ForwardingTier):
         self.verb = ""
         self._gate.set()
 
-    async def contains_many(self, keys):
-        await self._park("contains")
-        return await super().contains_many(keys)
-
-    async def get_many(self, keys, allocate):
-        await self._park("get")
-        results = await super().get_many(keys, allocate)
+    async def around(self, verb, nbytes, call):
+        verb = verb.removesuffix("_many")
+        await self._park(verb)
+        result = await call()
         try:
-            await self._park("got")
+            await self._park({"get": "got", "put": "have put"}.get(verb))
         except asyncio.CancelledError:
-            for buffer in results:
-                if buffer is not None:
-                    buffer.release()
+            release_results(result)
             raise
-        return results
-
-    async def put_many(self, items):
-        await self._park("put")
-        results = await super().put_many(items)
-        await self._park("have put")
-        return results
+        return result
 
     async def clear(self):
         await self._park("clear")

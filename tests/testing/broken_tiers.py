@@ -60,12 +60,10 @@ class CutsLongOnes(DictTier):
 class KeepsLease(DictTier):
     """Retains the buffer of each put and never releases it."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.kept = []
+    kept = ()
 
     async def put(self, key, buffer):
-        self.kept.append(buffer.retain())
+        self.kept = (*self.kept, buffer.retain())
         await super().put(key, buffer)
 
 
@@ -79,14 +77,6 @@ class ReleasesCallersLease(DictTier):
 
 class KeepsView(DictTier):
     """Keeps the caller's memory instead of a copy."""
-
-    async def get(self, key, allocate):
-        view = self.records.get(key)
-        if view is None:
-            return None
-        buffer = await allocate(len(view))
-        buffer.view[:] = view
-        return buffer
 
     async def put(self, key, buffer):
         self.records[key] = buffer.array  # outlives the lease
@@ -166,9 +156,7 @@ class LosesOnOverwrite(DictTier):
 class CountsTwice(DictTier):
     """Counts every put, also of a stored chunk."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.counted = 0
+    counted = 0
 
     async def put(self, key, buffer):
         await super().put(key, buffer)
@@ -182,15 +170,13 @@ class CountsTwice(DictTier):
 class ContainsLies(DictTier):
     """Reports every key that was ever put."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.seen = set()
+    seen = frozenset()
 
     async def contains(self, key):
         return key in self.seen
 
     async def put(self, key, buffer):
-        self.seen.add(key)
+        self.seen |= {key}
         await super().put(key, buffer)
 
 

@@ -67,7 +67,7 @@ def now() -> float:
 
 
 class ToldTier(DictTier):
-    """A tier with scripted results, first in first out: an error, a delay in seconds, HANG or None.
+    """A tier with scripted results of batches, first in first out: an error, a delay in seconds, HANG or None.
 
     Attributes:
         told: Results of calls of any method.
@@ -89,10 +89,6 @@ class ToldTier(DictTier):
     def capabilities(self):
         return Capabilities(removes=True, lists=True, local_index=not self.far)
 
-    async def contains(self, key):
-        await self._do("contains", [key])
-        return await super().contains(key)
-
     async def contains_many(self, keys):
         await self._do("contains_many", keys)
         return [key in self.records for key in keys]
@@ -101,21 +97,13 @@ class ToldTier(DictTier):
         await self._do("count_prefix", keys)
         return next((count for count, key in enumerate(keys) if key not in self.records), len(keys))
 
-    async def get(self, key, allocate):
-        await self._do("get", [key])
-        return await super().get(key, allocate)
-
     async def get_many(self, keys, allocate):
         await self._do("get_many", keys)
-        return [self._error(key) or await DictTier.get(self, key, allocate) for key in keys]
-
-    async def put(self, key, buffer):
-        await self._do("put", [key])
-        await super().put(key, buffer)
+        return [self._error(key) or await self.get(key, allocate) for key in keys]
 
     async def put_many(self, items):
         await self._do("put_many", [key for key, _ in items])
-        return [self._error(key) or await DictTier.put(self, key, buffer) for key, buffer in items]
+        return [self._error(key) or await self.put(key, buffer) for key, buffer in items]
 
     async def remove(self, key):
         await self._do("remove", [key])

@@ -148,24 +148,6 @@ async def test_every_directory_that_is_made_is_the_owners_alone(config, arena):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-async def test_files_are_the_owners_alone_while_they_are_written(config, arena, monkeypatch):
-    seen: list[int] = []
-    real = os.pwrite
-
-    def look(descriptor: int, *args: object) -> int:
-        seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
-        return real(descriptor, *args)  # type: ignore[arg-type]
-
-    old = os.umask(0)
-    try:
-        async with DiskTier(config) as tier:
-            monkeypatch.setattr(os, "pwrite", look)
-            await put(tier, arena, 1)
-    finally:
-        os.umask(old)
-    assert seen == [0o600]
-
-
 async def test_a_directory_that_others_may_write_to_is_warned_of(config, caplog):
     config.root.mkdir()
     config.root.chmod(0o770)

@@ -207,20 +207,6 @@ async def test_reconnecting_goes_on_after_an_unexpected_error(tier, arena, monke
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_two_lists_of_keys_do_not_disturb_each_other(tier, arena):
-    await put(tier, arena, *range(9))
-    first = tier.keys()
-    found = [await anext(first)]
-    assert await tier.remove(found[0])
-    second = tier.keys()
-    others = [await anext(second)]
-    found += [key async for key in first]
-    others += [key async for key in second]
-    assert sorted(found) == [key_of(number) for number in range(9)]
-    assert sorted(others) == sorted(found[1:])
-
-
-@pytest.mark.usefixtures("few_items")
 async def test_lists_of_keys_are_asked_for_one_after_the_other(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
     ask, starts = tier._ask, []

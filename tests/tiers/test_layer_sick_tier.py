@@ -22,32 +22,33 @@ CALL_S = 0.002
 
 
 class SteadyTier(ToldTier):
-    """A tier whose calls all take the same time."""
+    """A tier whose calls all take the same time. Derived tiers are sick."""
+
+    sick = True
 
     def __init__(self, config):
         super().__init__(far=True)
 
+    def told_of_call(self, verb):
+        return CALL_S
+
     async def _do(self, verb, keys):
-        self.told.appendleft(CALL_S)
+        self.told.appendleft(self.told_of_call(verb) if self.sick else CALL_S)
         await super()._do(verb, keys)
 
 
 class FailingTier(SteadyTier):
     """A tier whose calls fail at once."""
 
-    sick = True
-
-    async def _do(self, verb, keys):
-        self.told.appendleft(TierUnavailableError("away") if self.sick else CALL_S)
-        await ToldTier._do(self, verb, keys)
+    def told_of_call(self, verb):
+        return TierUnavailableError("away")
 
 
 class HangingTier(SteadyTier):
     """A tier that never answers."""
 
-    async def _do(self, verb, keys):
-        self.told.appendleft(HANG)
-        await ToldTier._do(self, verb, keys)
+    def told_of_call(self, verb):
+        return HANG
 
 
 class UnreadableTier(SteadyTier):
@@ -57,10 +58,8 @@ class UnreadableTier(SteadyTier):
         super().__init__(config)
         self.far = False
 
-    async def _do(self, verb, keys):
-        if verb == "get_many":
-            self.told.appendleft(HANG)
-        await ToldTier._do(self, verb, keys)
+    def told_of_call(self, verb):
+        return HANG if verb == "get_many" else None
 
 
 class Client:

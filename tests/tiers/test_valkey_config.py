@@ -79,16 +79,6 @@ def test_missing_options_follow_from_the_url():
     assert (single.effective_mode, single.encrypted, single.ttl_s) == ("single", True, 86400)
 
 
-def test_a_password_that_others_may_read_stops_the_start(tmp_path):
-    file = tmp_path / "open"
-    file.write_text("geheim")
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600") as caught:
-        ValkeyTier(ValkeyConfig(url="valkey://a", password_file=file))
-
-    assert "geheim" not in str(caught.value)
-
-
 def test_a_user_of_the_sentinels_without_a_password_stops_the_start():
     with pytest.raises(ConfigError, match="set sentinel_password_file"):
         ValkeyTier(ValkeyConfig(url="valkey://a", sentinel_username="kv"))
@@ -102,16 +92,6 @@ def test_both_names_lead_to_the_tier(name):
     tiers = stacked_tiers(Registry(), config, rig.namespace, LimitedLogger(logging.getLogger("test")))
 
     assert [stacked.id for stacked in tiers] == ["cpu", name]
-
-
-@pytest.mark.parametrize(
-    "url", ["redis://host:6379", "rediss://host", "unix:///run/s", "redis-sentinel://a,b"]
-)
-def test_lmcaches_remote_urls_are_understood(url):
-    config = load_config(env={"LMCACHE_REMOTE_URL": url})
-
-    options = config.tiers[-1].options
-    assert validate_options(ValkeyConfig, options, "test").url == url
 
 
 def test_slots_are_those_of_the_server():

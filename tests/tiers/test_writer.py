@@ -19,22 +19,16 @@ from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time, now
 
 
-class Items:
+@contextlib.contextmanager
+def leased_items(arena, sizes, first=0):
     """Buffers of the caller, which releases them at once: queued records have their own leases."""
-
-    def __init__(self, arena, sizes, first=0):
-        self.items = []
+    with contextlib.ExitStack() as stack:
+        items = []
         for number, size in enumerate(sizes, first):
-            buffer = arena.lease_nowait(size)
+            buffer = stack.enter_context(arena.lease_nowait(size))
             buffer.view[:] = bytes([number % 251]) * size
-            self.items.append((key_of(number), buffer))
-
-    def __enter__(self):
-        return self.items
-
-    def __exit__(self, *_):
-        for _, buffer in self.items:
-            buffer.release()
+            items.append((key_of(number), buffer))
+        yield items
 
 
 class CallsTier(DictTier):
@@ -71,7 +65,7 @@ async def opened(tier, **kwargs):
 
 
 async def submit(writer, arena, sizes, first=0, timeout_s=0.0):
-    with Items(arena, sizes, first) as items:
+    with leased_items(arena, sizes, first) as items:
         return await writer.submit(items, timeout_s=timeout_s)
 
 
@@ -102,7 +96,7 @@ def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
         writer = open_writer(tier, max_bytes=max_bytes, call_bytes=call_bytes, workers=workers)
         submitted, kept, refused, first = [], [], 0, 0
         for sizes in prompts:
-            with Items(arena, sizes, first) as items:
+            with leased_items(arena, sizes, first) as items:
                 futures = await writer.submit(items, timeout_s=0)
                 bound()
             first += len(sizes)
@@ -134,7 +128,7 @@ def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
 async def test_a_chunk_waits_for_room_within_its_deadline(arena):
     gated = GatedTier(DictTier())
     async with opened(gated, max_bytes=100, workers=1) as writer:
-        with Items(arena, [60, 60]) as items:
+        with leased_items(arena, [60, 60]) as items:
             submit = asyncio.ensure_future(writer.submit(items, timeout_s=5))
             await gated.parked.wait()
             await turns(3)
@@ -151,7 +145,7 @@ async def test_a_chunk_waits_for_room_within_its_deadline(arena):
 
 async def test_a_chunk_larger_than_the_bound_is_refused_at_once_with_both_numbers(arena):
     async with opened(DictTier(), max_bytes=100) as writer:
-        with Items(arena, [50, 101, 10]) as items:
+        with leased_items(arena, [50, 101, 10]) as items:
             futures = await asyncio.wait_for(writer.submit(items, timeout_s=3600), 5)
         await writer.flush(timeout_s=5)
 
@@ -220,7 +214,7 @@ async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena
 async def test_closing_writes_what_is_queued(arena):
     tier = DictTier()
     writer = open_writer(tier, call_bytes=10)
-    with Items(arena, [10] * 6) as items:
+    with leased_items(arena, [10] * 6) as items:
         futures = await writer.submit(items, timeout_s=0)
 
     await writer.aclose(timeout_s=5)
@@ -232,7 +226,7 @@ async def test_closing_writes_what_is_queued(arena):
 async def test_closing_with_a_parked_tier_drops_the_rest_within_the_deadline(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, call_bytes=10)
-    with Items(arena, [10] * 6) as items:
+    with leased_items(arena, [10] * 6) as items:
         futures = await writer.submit(items, timeout_s=0)
     await gated.parked.wait()
 
@@ -276,7 +270,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
 async def test_a_closed_writer_refuses(arena):
     writer = open_writer(DictTier())
     await writer.aclose(timeout_s=1)
-    with Items(arena, [10]) as items:
+    with leased_items(arena, [10]) as items:
         futures = await writer.submit(items, timeout_s=5)
 
     assert [type(result) for result in results_of(futures)] == [TierClosedError]
@@ -286,7 +280,7 @@ async def test_a_closed_writer_refuses(arena):
 async def test_a_wait_for_room_fails_when_the_writer_is_closed(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, max_bytes=100, call_bytes=10, workers=1)
-    with Items(arena, [10, 60, 60]) as items:  # the third fits only when the second is dropped
+    with leased_items(arena, [10, 60, 60]) as items:  # the third fits only when the second is dropped
         submit = asyncio.ensure_future(writer.submit(items, timeout_s=60))
         await gated.parked.wait()
         await turns(3)
@@ -319,7 +313,7 @@ async def test_a_submit_cancelled_at_any_step_leaves_queued_what_is_queued(arena
     async with opened(tier, max_bytes=25, call_bytes=10, workers=1) as writer:
 
         async def submit(_):
-            with Items(arena, [10] * 8) as items:
+            with leased_items(arena, [10] * 8) as items:
                 return await writer.submit(items, timeout_s=5)
 
         last = None
@@ -340,7 +334,7 @@ async def test_a_closing_cancelled_at_any_step_still_gives_every_lease_back(aren
     if not parked:
         gated.open_gate()
     writer = open_writer(gated, call_bytes=10)
-    with Items(arena, [10] * 4) as items:
+    with leased_items(arena, [10] * 4) as items:
         futures = await writer.submit(items, timeout_s=0)
     close = asyncio.ensure_future(writer.aclose(timeout_s=5))
     await turns(1 + steps)  # its first step has run: a call that never started cannot close
@@ -360,7 +354,7 @@ async def test_reserved_space_is_available_when_others_have_taken_the_rest(arena
     tier = GatedTier(DictTier())
     async with opened(tier, max_bytes=4 * SLAB, chunk_bytes=SLAB) as writer:
         reservation = await writer.reserve([key_of(0), key_of(1)], timeout_s=0)
-        with Items(arena, [SLAB] * 3, first=10) as others:
+        with leased_items(arena, [SLAB] * 3, first=10) as others:
             refused = await writer.submit(others, timeout_s=0)
         taken = await submit(writer, arena, [SLAB, 100])
         assert isinstance(refused[-1].result(), TierFullError)
@@ -462,7 +456,7 @@ class TimedTier(DictTier):
 
 async def written(writer, arena, count, first=0):
     """Submit chunks of 100 bytes, and return the number of queued ones."""
-    with Items(arena, [100] * count, first) as items:
+    with leased_items(arena, [100] * count, first) as items:
         futures = await writer.submit(items, timeout_s=0)
     queued = [not future.done() for future in futures]
     assert all(isinstance(result, TierFullError) for result in results_of(futures[sum(queued) :]))
