@@ -343,16 +343,6 @@ async def test_no_memory_to_read_into_ends_the_batch(config, arena):
             await tier.get(key_of(0), scarce)
 
 
-async def test_a_second_owner_is_refused_until_the_first_has_closed(config):
-    async with DiskTier(config):
-        with pytest.raises(TierUnavailableError, match=rf"{config.root} is in use by process {os.getpid()}"):
-            await DiskTier(config).__aenter__()
-        async with DiskTier(config.model_copy(update={"subdirectory": "rank-1"})):
-            assert (config.path / "rank-1" / "lock").exists()
-    async with DiskTier(config):
-        pass
-
-
 async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path):
     (tmp_path / "kv").write_text("")
     with pytest.raises(TierUnavailableError, match=str(tmp_path / "kv")):

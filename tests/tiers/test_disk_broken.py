@@ -356,21 +356,6 @@ async def test_closing_ends_a_scrub(config, arena):
         await running
 
 
-async def test_a_background_scrub_outlives_a_failure(config, arena, monkeypatch):
-    config = config.model_copy(update={"scrub_interval_s": 0.001})
-    preadv = FailingCall(monkeypatch, "preadv")
-    async with DiskTier(config) as tier:
-        preadv.fail(errno.EIO, times=3)
-        await put(tier, arena, 1)
-        async with asyncio.timeout(60):
-            while preadv.times:
-                await asyncio.sleep(0)
-        flip_payload(config, 1)
-        async with asyncio.timeout(60):
-            while tier.statistics().corrupt == 0:
-                await asyncio.sleep(0)
-
-
 async def test_a_scrub_hashes_in_threads_alone(config, arena, monkeypatch):
     threads: set[int] = set()
     real = xxhash.xxh3_128

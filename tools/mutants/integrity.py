@@ -241,7 +241,7 @@ DISK = (
         DIRECTORY,
         "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        ("tests/tiers/test_disk.py::test_a_second_owner_is_refused_until_the_first_has_closed",),
+        ("tests/tiers/test_disk_owner.py",),
     ),
     Mutation(
         "others may read records",
