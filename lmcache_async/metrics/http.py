@@ -123,6 +123,7 @@ class Response:
         return {**_HEADERS, "Content-Type": self.kind, **self.headers}
 
 
+@dataclass(slots=True)
 class Responder:
     """Responds to requests for one source.
 
@@ -130,38 +131,24 @@ class Responder:
     the time between two samples.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        samples: Sequence[Sample],
-        tokens: Tokens,
-        *,
-        loopback: bool,
-        interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._source = source
-        self._samples = samples
-        self._tokens = tokens
-        self._loopback = loopback
-        self._interval_s = interval_s
-        self._clock = clock
-        self._page = _page()
-        self._fresh: dict[str, tuple[float, Response]] = {}
-        self._made: dict[str, Callable[[], Response]] = {
-            "/metrics": lambda: Response(200, self._source.metrics(), CONTENT_TYPE),
-            "/status.json": lambda: Response(200, self._status(), _JSON),
-        }
+    source: Source
+    samples: Sequence[Sample]
+    tokens: Tokens
+    loopback: bool
+    interval_s: float
+    clock: Callable[[], float] = time.monotonic
+    _page: dict[str, Response] = field(default_factory=lambda: _page(), init=False)
+    _fresh: dict[str, tuple[float, Response]] = field(default_factory=dict, init=False)
 
     def respond(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Return the response. `headers` must be case-insensitive."""
-        if self._loopback and not is_loopback_name(headers.get("Host", "")):
+        if self.loopback and not is_loopback_name(headers.get("Host", "")):
             return _error(421, "this server does not serve that host name; use 127.0.0.1 or localhost")
         if method not in {"GET", "HEAD"}:
             return _error(405, "only GET and HEAD are allowed", {"Allow": "GET, HEAD"})
         if path == "/healthz":
             return Response(200, b"ok\n")
-        if not self._tokens.allow(headers.get("Authorization", "")):
+        if not self.tokens.allow(headers.get("Authorization", "")):
             return _error(
                 401,
                 "a token is required: Authorization: Bearer TOKEN, or the token as the password of any user",
@@ -169,25 +156,27 @@ class Responder:
             )
         if path in self._page:
             return self._page[path]
-        if path in self._made:
-            return self._recent(path)
+        if path == "/metrics":
+            return self._recent(path, lambda: Response(200, self.source.metrics(), CONTENT_TYPE))
+        if path == "/status.json":
+            return self._recent(path, lambda: Response(200, self._status(), _JSON))
         return _error(404, "the paths are /, /status.json, /metrics and /healthz")
 
-    def _recent(self, path: str) -> Response:
+    def _recent(self, path: str, make: Callable[[], Response]) -> Response:
         made_at, response = self._fresh.get(path, (0.0, None))
-        if response is None or self._clock() - made_at > _FRESH_S:
-            response = self._made[path]()
-            self._fresh[path] = (self._clock(), response)
+        if response is None or self.clock() - made_at > _FRESH_S:
+            response = make()
+            self._fresh[path] = (self.clock(), response)
         return response
 
     def _status(self) -> bytes:
-        samples = [*self._samples]
-        charts = [asdict(chart) for chart in self._source.charts(samples)] if len(samples) > 1 else []
+        samples = [*self.samples]
+        charts = [asdict(chart) for chart in self.source.charts(samples)] if len(samples) > 1 else []
         for chart in charts:
             for series in chart["series"]:
                 series["values"] = [_short(value) for value in series["values"]]
-        status: dict[str, Any] = self._source.status()
-        status["charts"] = {"interval_s": self._interval_s, "list": charts}
+        status: dict[str, Any] = self.source.status()
+        status["charts"] = {"interval_s": self.interval_s, "list": charts}
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lmcache_async.registry import STAGES, TIERS, Registry
 from lmcache_async.testing.rig import Rig
+from tests.support.engines import hits, store
 from tests.support.projects import install, run_tests
 
 ROOT = Path(__file__).parents[2]
@@ -117,17 +118,13 @@ async def test_an_installed_tier_is_used_by_name_and_survives_a_restart(
 ) -> None:
     path = tmp_path / "kv.sqlite" if tier == "sqlite" else tmp_path
     settings = {"tiers": ["cpu", {"name": tier, "path": str(path)}]}
-    rig = Rig()
-    rig.write(range(20), rig.content(TOKENS))
+    rig, again = Rig(), Rig()
     async with rig.open(**settings) as engine:
-        assert (await engine.store(TOKENS, range(20))).stored == 3
-        assert await engine.flush(timeout_s=30)
+        assert (await store(rig, engine, TOKENS)).stored == 3
 
-    again = Rig()
     async with again.open(**settings) as engine:
-        assert (await engine.retrieve(TOKENS, range(40, 60))).all()
+        assert await hits(again, engine, TOKENS) == 20
         assert engine.statistics().counts[f"{tier}.hits"] == 3
-    assert torch.equal(again.read(range(40, 60)), again.content(TOKENS))
 
 
 @pytest.mark.parametrize("installed", ["custom_stage"], indirect=True)

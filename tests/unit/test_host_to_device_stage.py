@@ -11,7 +11,7 @@ import torch
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.pipeline.batch import RetrieveRequest
 from lmcache_async.testing.rig import Rig
-from tests.support.engines import chunks_of
+from tests.support.engines import chunks_of, store
 from tests.support.tiers import Made
 
 TOKENS = list(range(100, 140))  # 5 chunks
@@ -34,9 +34,7 @@ class Loads:
     async def __aenter__(self):
         self.engine = engine = await self._context.__aenter__()
         self.memory = engine._parts.stack.tiers[0].tier
-        self.rig.write(range(len(TOKENS)), self.rig.content(TOKENS))
-        await engine.store(TOKENS, range(len(TOKENS)))
-        assert await engine.flush(timeout_s=60)
+        await store(self.rig, engine, TOKENS)
         self.rig.wipe()
         scatter = engine.copier.scatter
 

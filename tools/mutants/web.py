@@ -20,7 +20,7 @@ WEB = (
     Mutation(
         "web: a page of another site reads the loopback",
         HTTP,
-        "if self._loopback and not is_loopback_name(",
+        "if self.loopback and not is_loopback_name(",
         "if False and not is_loopback_name(",
         TEST_SERVER,
     ),
