@@ -202,7 +202,8 @@ def damaged(
     layer = late_reads.install(directory)
     # Chunks of one block, so that a window has a record between its first and its last one.
     transfer = connector(disk=directory / "kv", **{"vllm.reset_cache": "memory", "chunk_size": BLOCK})
-    transfer["kv_connector_extra_config"]["tiers"][1] |= {"timeout_s": 2.0, "layers": ["deadline", layer]}
+    deadline = {"name": "deadline", "lookup_s": 60.0, "read_s": 2.0}
+    transfer["kv_connector_extra_config"]["tiers"][1] |= {"timeout_s": 60.0, "layers": [deadline, layer]}
     with engines.started(transfer, path=[str(directory)], **options) as engine:
         yield Damaged(engine, directory / "kv", directory / "late")
 

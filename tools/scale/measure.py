@@ -101,11 +101,12 @@ async def get(tier: Tier, asked: list[ChunkKey], arena: Arena) -> None:
     assert len(there) == len(asked), f"{len(asked) - len(there)} of {len(asked)} are not there"
 
 
-async def small(tier: Tier, command: str) -> None:
+async def small(spec: TierSpec, command: str) -> None:
     """Measure puts, lookups and gets of many small records."""
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         arena = Arena(2 * max(COUNTS) * SMALL, SMALL, huge_pages=False, prefault=True)
         stack.callback(arena.close)
+        tier = await stack.enter_async_context(open_tier(spec, arena))
         items = stack.enter_context(records(arena, max(COUNTS)))
         await idle(command)
         for batch in (1, 64):
@@ -152,12 +153,12 @@ async def measure(name: str) -> None:
     with contextlib.closing(Arena(24 * LARGE_BYTES, LARGE_BYTES, prefault=True)) as arena:
         if name == "host":
             with servers.host_daemon(256 * MIB) as path:
-                async with open_tier(TierSpec(name=name, options={"socket": path, **waits}), arena) as tier:
-                    await small(tier, "host_daemon")
+                await small(TierSpec(name=name, options={"socket": path, **waits}), "host_daemon")
         elif name == "valkey":
             with servers.valkey_server() as url:
-                async with open_tier(TierSpec(name=name, options={"url": url, **waits}), arena) as tier:
-                    await small(tier, "valkey-server")
+                spec = TierSpec(name=name, options={"url": url, **waits})
+                await small(spec, "valkey-server")
+                async with open_tier(spec, arena) as tier:
                     await large(tier, "valkey-server", arena)
         else:
             with servers.mooncake_pool(2048 * MIB) as url:
