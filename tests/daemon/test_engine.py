@@ -13,6 +13,7 @@ from lmcache_async.testing.rig import Rig
 from tests.daemon.client_child import TOKENS
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.support.engines import retrieve, store
+from tests.support.secret_files import secret_file
 
 
 @pytest.fixture
@@ -43,9 +44,7 @@ async def hits(times: int = 1, **config: object) -> int:
 
 
 async def test_encrypted_records_are_decrypted_elsewhere(daemon: ThreadedDaemon, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(secrets.token_bytes(32).hex())
-    keys.chmod(0o600)
+    keys = secret_file(tmp_path, secrets.token_bytes(32).hex())
     config = {"tiers": [host(daemon)], "encryption.key_file": str(keys)}
     assert await stored(**config) == 5
 

@@ -26,6 +26,7 @@ from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.offline import OfflineOptions
 from lmcache_async.types import Chunk, ChunkKey
 from tests.support import engines
+from tests.support.secret_files import secret_file
 from tests.support.tiers import handle_of
 
 TOKENS = list(range(100, 140))
@@ -113,10 +114,7 @@ def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
 
 def key_file(folder: Path) -> Path:
     """Write a file with a new encryption key."""
-    path = folder / "keys"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    return path
+    return secret_file(folder, secrets.token_hex(32))
 
 
 def sealed(payloads: Sequence[int]) -> dict[ChunkKey, bytes]:

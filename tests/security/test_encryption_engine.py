@@ -19,6 +19,7 @@ from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.rig import Rig
 from lmcache_async.testing.steps import turns
 from tests.support import engines
+from tests.support.secret_files import secret_file
 from tests.support.tiers import registry_of
 
 TOKENS = list(range(100, 136))  # four chunks of 8 and a partial one of 4
@@ -27,10 +28,7 @@ BACK = [slot + 64 for slot in SLOTS]  # destination slots of a retrieve
 
 
 def key_file(folder: Path, *keys: bytes, name: str = "keys") -> str:
-    path = folder / name
-    path.write_text("".join(f"{key.hex()}\n" for key in keys))
-    path.chmod(0o600)
-    return str(path)
+    return str(secret_file(folder, "".join(f"{key.hex()}\n" for key in keys), name=name))
 
 
 @pytest.fixture

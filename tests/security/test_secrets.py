@@ -16,6 +16,7 @@ from lmcache_async.config.secrets import read_secrets
 from lmcache_async.engine.sync import LMCacheEngineMetadata
 from lmcache_async.errors import ConfigError
 from lmcache_async.testing.rig import Rig
+from tests.support.secret_files import secret_file
 
 KEY = bytes(range(32))
 OTHER = bytes(range(100, 132))
@@ -25,13 +26,6 @@ FORMS = [
     base64.b64encode(KEY).decode(),
     base64.urlsafe_b64encode(bytes(range(224, 256))).decode().rstrip("="),
 ]
-
-
-def secret_file(folder, text, mode=0o600):
-    path = folder / "secret"
-    path.write_text(text)
-    path.chmod(mode)
-    return path
 
 
 def read(**sources):

@@ -10,6 +10,7 @@ from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.plugins.s3 import S3Config, S3Tier
 from lmcache_async.plugins.s3.bucket import open_store, reason, translated
 from lmcache_async.registry import TIERS, Registry
+from tests.support.secret_files import secret_file
 
 SECRET = "kept-from-everybody"
 
@@ -66,9 +67,7 @@ def test_secrets_are_in_no_text(tmp_path):
 
 
 def test_a_client_for_each_kind_of_store(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("c2VjcmV0\n")
-    secret.chmod(0o600)
+    secret = secret_file(tmp_path, "c2VjcmV0\n")
     s3 = open_store(
         S3Config(
             url="s3://b/kv",

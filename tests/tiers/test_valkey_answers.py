@@ -15,6 +15,7 @@ from tests.support.certificates import Authority
 from tests.support.outcomes import get, put
 from tests.support.processes import free_port
 from tests.support.proxy import Proxy
+from tests.support.secret_files import secret_file
 from tests.support.valkey_servers import running
 from tests.tiers.valkey_tools import bound, config
 
@@ -36,10 +37,7 @@ def closed_server():
 
 
 def password_file(folder: Path, text: str) -> Path:
-    path = folder / "password"
-    path.write_text(f"{text}\n")
-    path.chmod(0o600)
-    return path
+    return secret_file(folder, f"{text}\n")
 
 
 async def _listed(tier: ValkeyTier) -> list[ChunkKey]:

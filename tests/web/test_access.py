@@ -9,17 +9,11 @@ import pytest
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.metrics.http import Responder, Tokens, is_loopback_name
+from tests.support.secret_files import secret_file
 from tests.web.fake_source import FakeSource
 
 TOKEN = "a-token-of-many-characters"
 OTHER = "another-token-of-many-characters"
-
-
-def token_file(tmp_path: Path, text: str, mode: int = 0o600) -> Path:
-    file = tmp_path / "tokens"
-    file.write_text(text)
-    file.chmod(mode)
-    return file
 
 
 def basic(password: str, user: str = "me") -> str:
@@ -46,7 +40,7 @@ def basic(password: str, user: str = "me") -> str:
 def test_a_token_is_accepted_as_bearer_and_as_basic_password(
     tmp_path: Path, said: str, allowed: bool
 ) -> None:
-    tokens = Tokens.read(token_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
+    tokens = Tokens.read(secret_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
 
     assert tokens.allow(said) is allowed
     assert TOKEN not in repr(tokens)
@@ -67,7 +61,7 @@ def test_without_a_file_no_token_is_required() -> None:
 )
 def test_an_invalid_token_file_is_an_error(tmp_path: Path, text: str, mode: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
-        Tokens.read(token_file(tmp_path, text, mode))
+        Tokens.read(secret_file(tmp_path, text, mode))
 
     assert TOKEN not in str(raised.value)
 

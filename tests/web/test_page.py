@@ -9,6 +9,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from lmcache_async.types import ChunkKey
 from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.secret_files import secret_file
 from tests.web.serving import served
 
 TOKEN = "a-token-of-many-characters"
@@ -142,10 +143,7 @@ def test_the_page_fits_a_telephone(page: Page) -> None:
 
 
 def test_the_page_works_with_a_token_and_reports_its_loss(page: Page, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text(TOKEN)
-    file.chmod(0o600)
-    with served(**{"http.token_file": str(file)}) as engine:
+    with served(**{"http.token_file": str(secret_file(tmp_path, TOKEN))}) as engine:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         page.set_extra_http_headers(headers)
         page.goto(engine.url)

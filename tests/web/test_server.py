@@ -17,6 +17,7 @@ from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.server import StatusServer
 from tests.support.certificates import Authority
 from tests.support.http_talk import DEADLINE_S, ask
+from tests.support.secret_files import secret_file
 from tests.web.fake_source import FakeSource
 
 TOKEN = "a-token-of-many-characters"
@@ -31,14 +32,6 @@ def config(**options: object) -> HTTPConfig:
 
 def serve(source: FakeSource | None = None, **options: object) -> StatusServer:
     return status_server(source or FakeSource(), config(**options))
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    file = tmp_path / "tokens"
-    file.write_text(TOKEN)
-    file.chmod(0o600)
-    return file
 
 
 async def test_each_path_has_its_content_type_and_no_external_resource() -> None:
@@ -102,9 +95,9 @@ async def test_requests_for_another_host_name_are_rejected() -> None:
 
 
 async def test_beyond_the_loopback_a_token_is_required_and_any_host_name_accepted(
-    token_file: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serve(listen="0.0.0.0:0", token_file=token_file) as server:
+    async with serve(listen="0.0.0.0:0", token_file=secret_file(tmp_path, TOKEN)) as server:
         url = server.url.replace("0.0.0.0", "127.0.0.1")
         silent = {path: (await ask(url, path)) for path in (*PATHS, "/nothing")}
         wrong = await ask(url, "/status.json", headers={"Authorization": "Bearer x" + TOKEN})

@@ -19,19 +19,12 @@ from lmcache_async.cli.top import StatusClient, watch
 from lmcache_async.cli.top_view import BLOCKS, render, spark, speed
 from lmcache_async.maintenance.http import RequestError
 from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.secret_files import secret_file
 from tests.web.serving import served
 from tests.web.top_calls import call
 
 TOKEN = "a-token-of-many-characters"
 TOKENS = list(range(40))
-
-
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    file = tmp_path / "tokens"
-    file.write_text(f"# the first is said\n{TOKEN}\nanother-token-of-many-characters\n")
-    file.chmod(0o600)
-    return file
 
 
 def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
@@ -49,7 +42,8 @@ def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
         assert word in shown, shown
 
 
-def test_a_token_comes_from_the_variable_or_a_file(token_file: Path) -> None:
+def test_a_token_comes_from_the_variable_or_a_file(tmp_path: Path) -> None:
+    token_file = secret_file(tmp_path, f"# the first is said\n{TOKEN}\nanother-token-of-many-characters\n")
     with served(**{"http.token_file": str(token_file)}) as engine:
         without = call(engine.url, "--once")
         wrong = call(engine.url, "--once", LMCACHE_ASYNC_TOKEN="x" + TOKEN)

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_async.cli.top import StatusClient
 from lmcache_async.maintenance.http import RequestError
+from tests.support.secret_files import secret_file
 from tests.web.top_calls import call
 
 
@@ -116,8 +117,7 @@ def test_an_invalid_address_is_an_error_message(url: str) -> None:
 
 
 def test_a_token_file_readable_by_all_is_rejected(tmp_path: Path) -> None:
-    (file := tmp_path / "tokens").write_text("a-token-of-many-characters\n")
-    file.chmod(0o644)
+    file = secret_file(tmp_path, "a-token-of-many-characters\n", 0o644)
     with pytest.raises(RequestError, match=r"--token-file: .*all users may read it"):
         StatusClient("http://127.0.0.1:1", token_file=file)
 
