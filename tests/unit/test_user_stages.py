@@ -1,7 +1,5 @@
 """Stages are plug-ins: one that misbehaves fails its request, and the engine continues."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -56,29 +54,19 @@ RAISED = {
 def stages_of(switch, misbehave):
     """A stage for each position in both chains; each calls `misbehave` while the switch is on."""
 
-    async def whole_request(batch: HashedBatch) -> HashedBatch:
-        return await misbehave(batch) if switch.on else batch
+    def stage_of(kind, *, per_request=False):
+        async def stage(batch: kind) -> kind:
+            return await misbehave(batch) if switch.on else batch
 
-    whole_request.per_request = True
-
-    async def missing(batch: MissingBatch) -> MissingBatch:
-        return await misbehave(batch) if switch.on else batch
-
-    async def planned(batch: PlannedBatch) -> PlannedBatch:
-        return await misbehave(batch) if switch.on else batch
-
-    async def sealed(batch: SealedBatch) -> SealedBatch:
-        return await misbehave(batch) if switch.on else batch
-
-    async def fetched(batch: FetchedBatch) -> FetchedBatch:
-        return await misbehave(batch) if switch.on else batch
+        stage.per_request = per_request
+        return stage
 
     return {
-        "whole_request": whole_request,
-        "missing": missing,
-        "planned": planned,
-        "sealed": sealed,
-        "fetched": fetched,
+        "whole_request": stage_of(HashedBatch, per_request=True),
+        "missing": stage_of(MissingBatch),
+        "planned": stage_of(PlannedBatch),
+        "sealed": stage_of(SealedBatch),
+        "fetched": stage_of(FetchedBatch),
     }
 
 
