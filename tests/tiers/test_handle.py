@@ -43,61 +43,6 @@ async def test_a_late_call_is_an_error_at_the_deadline_and_gives_its_buffer_back
         await asyncio.sleep(0)
 
 
-async def test_a_cancelled_get_gives_back_what_still_arrives(arena):
-    inner = DictTier()
-    inner.records[KEY] = b"abc"
-    entered = asyncio.Event()
-
-    class Late(DictTier):
-        async def get(self, key, allocate):
-            entered.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                return await inner.get(key, allocate)
-
-    tier = guard(Late())
-    task = asyncio.ensure_future(tier.get(KEY, allocator(arena)))
-    await entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    while tier.late_calls:
-        await asyncio.sleep(0)
-
-
-async def test_a_get_cancelled_at_any_step_gives_its_buffer_back(arena):
-    """Also in the step in which the tier has answered and the caller has not seen it."""
-    given = []  # references, so that no buffer is released by being collected
-
-    async def allocate(nbytes):
-        given.append(await allocator(arena)(nbytes))
-        return given[-1]
-
-    cancelled = 0
-    for steps in range(12):
-        inner = DictTier()
-        inner.records[KEY] = b"abc"
-        tier = guard(inner)
-        task = asyncio.ensure_future(tier.get(KEY, allocate))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        task.cancel()
-        [result] = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(result, Buffer):
-            result.release()
-        else:
-            assert isinstance(result, asyncio.CancelledError)
-            cancelled += 1
-        while tier.late_calls:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-        assert all(buffer.released for buffer in given)
-    assert 0 < cancelled < 12
-    assert given
-
-
 async def test_a_read_has_at_most_two_buffers_per_key_also_if_it_asks_for_many_at_once(arena):
     given = []
 

@@ -54,19 +54,6 @@ async def get_all(tier, arena):
     return [type(result) if isinstance(result, Exception) else taken(result) for result in results]
 
 
-async def test_without_probabilities_nothing_happens(arena):
-    tier = faulty(seed=1)
-
-    assert await put_all(tier, arena) == [None] * COUNT
-    assert await get_all(tier, arena) == [content(number) for number in range(COUNT)]
-    assert await tier.contains_many([*KEYS, key(99)]) == [True] * COUNT + [False]
-    assert await tier.count_prefix([*KEYS, key(99)]) == COUNT
-    assert taken(await tier.get(key(3), allocator(arena))) == content(3)
-    assert await tier.reject(key(3), "checksum")
-    assert not await tier.remove(key(3))
-    assert tier.layer_statistics().counts == {}
-
-
 async def test_errors_strike_single_chunks_of_a_batch(arena):
     tier = faulty(filled(), seed=5, error=0.4)
 
