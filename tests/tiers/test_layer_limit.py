@@ -17,7 +17,6 @@ from tests.tiers.layered import (
     HANG,
     LayeredTier,
     ToldTier,
-    chunk,
     chunks,
     content,
     context,
@@ -166,43 +165,6 @@ async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
     assert not last.done()
     assert await first
     assert await last
-    assert idle(tier)
-
-
-@pytest.mark.parametrize("options", [{"max_calls": 1}, {"max_bytes": 1000}], ids=["calls", "bytes"])
-@in_virtual_time
-async def test_a_cancelled_waiter_leaves_its_place_and_a_cancelled_call_gives_back_its_own(arena, options):
-    inner = ToldTier()
-    inner.told.extend([HANG, None])
-    tier = limited(inner, **options)
-    with chunk(arena, 0) as buffer:
-        tasks = [asyncio.ensure_future(tier.put(one, buffer)) for one in KEYS[:3]]
-        await asyncio.sleep(1)
-        tasks[1].cancel()
-        await asyncio.sleep(0)
-        assert len(inner.calls) == 1
-        tasks[0].cancel()
-        await tasks[2]
-        await asyncio.wait(tasks)
-
-    assert [task.cancelled() for task in tasks] == [True, True, False]
-    assert inner.calls == [("put_many", [KEYS[0]]), ("put_many", [KEYS[2]])]
-    assert idle(tier)
-
-
-@in_virtual_time
-async def test_a_batch_cancelled_in_a_later_part_gives_back_what_it_has(arena):
-    inner = fill(ToldTier(), 6)
-    inner.told.extend([None, HANG])
-    tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
-    task = asyncio.ensure_future(tier.get_many(KEYS, allocator(arena)))
-    await asyncio.sleep(1)
-    assert arena.statistics().leased_slabs == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-    assert arena.statistics().leased_slabs == 0
     assert idle(tier)
 
 

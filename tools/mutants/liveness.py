@@ -36,7 +36,7 @@ LEASES = (
         DEADLINE,
         "            release_results(task.result())",
         "            pass",
-        TEST_HANDLE,
+        ("tests/tiers/test_layer_conformance.py::TestDeadline",),
     ),
     Mutation(
         "a batch does not release its leases",
