@@ -292,7 +292,8 @@ def _log_to_vllm() -> None:
 def _configs_of_scheduler(own: Any) -> list[Any]:
     """The connector's `kv_transfer_config`, and those of the MultiConnectors that are creating it.
 
-    The scheduler reads that of the outermost one, of which a child has no reference.
+    The scheduler reads that of the outermost one. VLLM gives a child only a copy of its configuration, and sets no
+    current configuration while it creates the scheduler.
     """
     configs, frame = [own], inspect.currentframe()
     while frame is not None:
