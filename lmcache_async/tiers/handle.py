@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from lmcache_async.errors import (
@@ -258,9 +257,7 @@ class TierHandle:
         self._update_capabilities()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close the tier. A failure or a timeout is logged, and the tier is abandoned."""
         try:
             async with asyncio.timeout(2 * self._close_timeout_s):
