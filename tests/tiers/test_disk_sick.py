@@ -221,23 +221,6 @@ async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays
     await reopened(config, holds=3)
 
 
-async def test_the_handle_closes_a_stuck_tier_within_its_deadline(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, os, "pwrite")
-    tier = handle_of(DiskTier(config), timeout_s=60, close_timeout_s=0.05)
-    async with asyncio.timeout(60):
-        async with tier:
-            gate.shut()
-            with record(arena, 1) as buffer:
-                writing = asyncio.ensure_future(tier.put([(key_of(1), buffer)]))
-                await gate.reached()
-                writing.cancel()
-                await asyncio.wait({writing})
-    assert tier.late_calls == 1
-    gate.open()
-    assert await tier.drain(timeout_s=60)
-    await reopened(config, holds=1)
-
-
 async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
     config, monkeypatch
 ):

@@ -36,8 +36,7 @@ RECORD_BYTES = FORMAT.record_bytes(5000)
 
 @pytest.fixture
 def daemon():
-    quotas = {"small": {"max_bytes": "24KiB"}}
-    with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB", tenants=quotas) as daemon:
+    with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB") as daemon:
         yield daemon
         assert daemon.leases("t") == (0, 0)
 
@@ -284,20 +283,6 @@ async def test_a_full_pool_says_so_and_has_room_again(daemon, tier, arena):
     daemon.call(lambda: [daemon.pool.release(slot) for slot in hold])  # type: ignore[arg-type]
     await put(tier, arena, 1)
     assert await tier.contains(key_of(1))
-
-
-async def test_a_tenant_at_its_quota_loses_its_own_alone(daemon, tier, arena):
-    await put(tier, arena, *range(3))
-    async with opened(daemon, arena, tenant="small") as small:
-        await put(small, arena, *range(5))
-        statistics = small.statistics()
-        assert (statistics.chunks, statistics.evictions, statistics.max_bytes) == (2, 3, 24 << 10)
-        assert await small.contains_many([key_of(number) for number in range(5)]) == [
-            *[False] * 3,
-            True,
-            True,
-        ]
-    assert await tier.count_prefix([key_of(number) for number in range(3)]) == 3
 
 
 async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(daemon, arena, allocate):
