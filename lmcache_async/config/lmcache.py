@@ -117,39 +117,67 @@ _UNSUPPORTED = {
     "a disk tier has one path; configure several under tiers": "local_disk_path_sharding",
     "layer-wise loading is automatic, see vllm.layerwise_load": "use_layerwise",
     _LAYERS: "use_gpu_connector_v3 experimental_sampled_layerwise_lookup",
-    "this version reuses prefixes only and does not blend": "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens"
-    " blend_special_str",
+    "this version reuses prefixes only and does not blend": (
+        "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens"
+        " blend_special_str"
+    ),
     "tiers are looked up in order, and chunks are stored in all of them": "retrieve_locations store_location",
-    "hosts share records through the tier valkey, mooncake or s3, see docs/tiers/": "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports distributed_url transfer_channel",
-    "this version has no controller": "enable_controller lmcache_instance_id controller_pull_url controller_reply_url"
-    " lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time",
-    "disaggregated prefill uses a shared tier and kv_role, see docs/disaggregated.md": "enable_pd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port"
-    " pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_allocation_timeout_sec"
-    " pd_shutdown_timeout_sec pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode"
-    " pd_skip_proxy_notification pd_bidirectional enable_nixl nixl_backends nixl_buffer_size nixl_buffer_device"
-    " nixl_enable_gc nixl_receiver_host nixl_receiver_port nixl_peer_port",
-    "this version has no GPUDirect storage tier": "gds_path gds_path_sharding gds_buffer_size use_gds gds_backend cufile_buffer_size weka_path pfs_path",
+    "hosts share records through the tier valkey, mooncake or s3, see docs/tiers/": (
+        "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports distributed_url transfer_channel"
+    ),
+    "this version has no controller": (
+        "enable_controller lmcache_instance_id controller_pull_url controller_reply_url"
+        " lmcache_worker_ports lmcache_worker_ids lmcache_worker_heartbeat_delay_time"
+        " lmcache_worker_heartbeat_time"
+    ),
+    "disaggregated prefill uses a shared tier and kv_role, see docs/disaggregated.md": (
+        "enable_pd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port"
+        " pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_allocation_timeout_sec"
+        " pd_shutdown_timeout_sec pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode"
+        " pd_skip_proxy_notification pd_bidirectional enable_nixl nixl_backends nixl_buffer_size"
+        " nixl_buffer_device nixl_enable_gc nixl_receiver_host nixl_receiver_port nixl_peer_port"
+    ),
+    "this version has no GPUDirect storage tier": (
+        "gds_path gds_path_sharding gds_buffer_size use_gds gds_backend cufile_buffer_size weka_path pfs_path"
+    ),
     "this version has no tier on CXL memory": "maru_path maru_pool_size",
     "stores and loads are always asynchronous": "enable_async_loading",
     "memory is placed by the kernel's policy": "numa_mode",
     "Python's garbage collector is not changed": "py_enable_gc",
     "every request is cached, whatever its priority": "priority_limit",
-    "hits are loaded if that is faster than recomputing, see vllm.load_policy": "min_retrieve_tokens hit_miss_ratio",
+    "hits are loaded if that is faster than recomputing, see vllm.load_policy": (
+        "min_retrieve_tokens hit_miss_ratio"
+    ),
     "pins expire, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
     "errors of a tier are always a miss or a counted drop": "error_handling",
     "KV events are part of vLLM's, see --kv-events-config in docs/metrics.md": "enable_kv_events",
-    "status and metrics are served read-only at http.listen, see docs/status.md": "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
-    " internal_api_server_include_index_list internal_api_server_socket_path_prefix script_allowed_imports",
-    "plug-ins are registered by entry points and named under tiers": "runtime_plugin_locations storage_plugins remote_storage_plugins",
-    "the engine of each rank answers lookups of its shard": "external_lookup_client lookup_url lookup_server_worker_ids enable_scheduler_bypass_lookup"
-    " audit_actual_remote_url",
-    "the arena is mapped at start and touched in the background, see arena.prefault": "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio"
-    " lazy_memory_step_ratio lazy_memory_safe_size",
-    "chunks are always counted, see the engine's statistics": "enable_chunk_statistics chunk_statistics_auto_start_statistics"
-    " chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks"
-    " chunk_statistics_strategy",
-    "the configuration is read from a file, the environment and kv_connector_extra_config only": "remote_config_url app_id",
-    _HIDDEN: "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode",
+    "status and metrics are served read-only at http.listen, see docs/status.md": (
+        "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
+        " internal_api_server_include_index_list internal_api_server_socket_path_prefix"
+        " script_allowed_imports"
+    ),
+    "plug-ins are registered by entry points and named under tiers": (
+        "runtime_plugin_locations storage_plugins remote_storage_plugins"
+    ),
+    "the engine of each rank answers lookups of its shard": (
+        "external_lookup_client lookup_url lookup_server_worker_ids enable_scheduler_bypass_lookup"
+        " audit_actual_remote_url"
+    ),
+    "the arena is mapped at start and touched in the background, see arena.prefault": (
+        "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio"
+        " lazy_memory_step_ratio lazy_memory_safe_size"
+    ),
+    "chunks are always counted, see the engine's statistics": (
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics"
+        " chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks"
+        " chunk_statistics_strategy"
+    ),
+    "the configuration is read from a file, the environment and kv_connector_extra_config only": (
+        "remote_config_url app_id"
+    ),
+    _HIDDEN: (
+        "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode"
+    ),
     _PROCESS: "mp_host mp_port",
     "use local_cpu or local_disk": "local_device max_local_cache_size pipelined_backend",
     # Settings of the connector, in kv_connector_extra_config.
@@ -160,11 +188,14 @@ _UNSUPPORTED = {
 
 _UNSUPPORTED_VARIABLES = {
     "set VLLM_LOGGING_LEVEL in vLLM, or configure Python's logging elsewhere": "log_level log_format",
-    "no usage data is collected": "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint",
+    "no usage data is collected": (
+        "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint"
+    ),
     "there is one engine only": "use_experimental use_upstream_mp device_backend",
     "use kv_role kv_consumer, or skip_save in kv_transfer_params of single requests": "force_skip_save",
-    "this version has no such tracing": "debug access_log enable_profiling enable_layer_timing"
-    " debug_ipc_lifecycle debug_object_group_sizes",
+    "this version has no such tracing": (
+        "debug access_log enable_profiling enable_layer_timing debug_ipc_lifecycle debug_object_group_sizes"
+    ),
     _PROCESS: "server_url coordinator_url",
 }
 
