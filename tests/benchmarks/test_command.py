@@ -20,7 +20,7 @@ from tools.benchmarks import command, report
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SMALL = ["hash", "--quick", "--tokens", "1024", "--rounds", "1"]
-OTHERS = {"peers", "serve"}  # test_peers.py and test_serve_run.py have fakes of their processes
+OTHERS = {"groups", "peers", "serve"}  # their tests have fakes of their processes
 NAMES = [benchmark.name for benchmark in command.BENCHMARKS if benchmark.available]
 
 ROWS = {

@@ -122,17 +122,23 @@ class Weights:
             self.normal(f"{name}.down_proj_bias", EXPERTS, HIDDEN, scale=0.1)
 
     def attention(
-        self, name: str, *, kv_heads: int = HEADS, norm: float | None = None, bias: bool = False
+        self,
+        name: str,
+        *,
+        heads: int = HEADS,
+        kv_heads: int = HEADS,
+        norm: float | None = None,
+        bias: bool = False,
     ) -> None:
         """Attention with distinct scores, and with norms of queries and keys if a value is given for them."""
         gain = 2.2 if norm is None else 1.0
-        for part, heads, scale in (
-            ("q_proj", HEADS, gain),
+        for part, own, scale in (
+            ("q_proj", heads, gain),
             ("k_proj", kv_heads, gain),
             ("v_proj", kv_heads, 1.0),
         ):
-            self.linear(f"{name}.{part}", heads * HEAD_SIZE, HIDDEN, gain=scale, bias=bias)
-        self.linear(f"{name}.o_proj", HIDDEN, HEADS * HEAD_SIZE, bias=bias)
+            self.linear(f"{name}.{part}", own * HEAD_SIZE, HIDDEN, gain=scale, bias=bias)
+        self.linear(f"{name}.o_proj", HIDDEN, heads * HEAD_SIZE, bias=bias)
         if norm is not None:
             for part in ("q_norm", "k_norm"):
                 self.constant(f"{name}.{part}", HEAD_SIZE, norm)
@@ -529,23 +535,26 @@ def make_windows_only_model(directory: Path) -> Path:
     return _write(directory, weights, "MistralForCausalLM", "mistral", sliding_window=WINDOW)
 
 
-def make_recurrent_model(directory: Path) -> Path:
-    """Write a Qwen3-Next: three layers with a recurrent state (Gated DeltaNet), then one of full attention.
+def make_recurrent_model(
+    directory: Path, *, repeats: int = 1, heads: int = HEADS, max_tokens: int = 4096
+) -> Path:
+    """Write a Qwen3-Next: three layers with a recurrent state (Gated DeltaNet), then one of full attention, repeated.
 
     vLLM's kernel for CPUs wants states of 64 by 64 numbers and bfloat16. The states decay slowly, so that they depend
     on tokens far back.
     """
-    layers, keys, values = 4, 2, 2
+    layers, keys, values = 4 * repeats, 2, 2
+    types = (["linear_attention"] * 3 + ["full_attention"]) * repeats
     weights = Weights(seed=6)
     for index, name in enumerate(
         weights.decoder(layers=layers, norm=0.0, final_norm=0.0)
     ):  # one is added to norms
-        if index < layers - 1:
+        if types[index] == "linear_attention":
             weights.recurrent(f"{name}.linear_attn", keys, values)
             weights.mlp(f"{name}.mlp")
         else:
-            weights.attention(f"{name}.self_attn", norm=1.2)
-            weights.linear(f"{name}.self_attn.q_proj", 2 * HEADS * HEAD_SIZE, HIDDEN)  # with a gate
+            weights.attention(f"{name}.self_attn", heads=heads, kv_heads=heads, norm=1.2)
+            weights.linear(f"{name}.self_attn.q_proj", 2 * heads * HEAD_SIZE, HIDDEN)  # with a gate
             weights.experts(f"{name}.mlp", more=["shared_expert_gate"])
             weights.mlp(f"{name}.mlp.shared_expert", size=EXPERT_SIZE)
     weights.tensors = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
@@ -555,7 +564,10 @@ def make_recurrent_model(directory: Path) -> Path:
         "Qwen3NextForCausalLM",
         "qwen3_next",
         num_hidden_layers=layers,
-        layer_types=["linear_attention"] * (layers - 1) + ["full_attention"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_tokens,
+        layer_types=types,
         linear_conv_kernel_dim=4,
         linear_key_head_dim=HEAD_SIZE,
         linear_value_head_dim=HEAD_SIZE,
@@ -566,7 +578,7 @@ def make_recurrent_model(directory: Path) -> Path:
         moe_intermediate_size=EXPERT_SIZE,
         shared_expert_intermediate_size=EXPERT_SIZE,
         decoder_sparse_step=1,
-        mlp_only_layers=list(range(layers - 1)),
+        mlp_only_layers=[index for index, each in enumerate(types) if each == "linear_attention"],
         norm_topk_prob=True,
         partial_rotary_factor=0.25,
         torch_dtype="bfloat16",

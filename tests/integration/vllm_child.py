@@ -6,7 +6,6 @@ and each engine is a fork of that process. Output of vLLM goes to the engine's l
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -20,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.integration import forking, vision, vllm_worker_calls
+from tests.integration import cpu_states, forking, vision, vllm_worker_calls
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -315,17 +314,6 @@ def _load_model_class(model: Path) -> None:
         ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
-def _copy_states_without_triton() -> None:
-    """Copy recurrent states between blocks without Triton, which vLLM uses and a CPU lacks."""
-    from vllm.v1.worker import mamba_utils
-
-    def batch_memcpy(sources: Any, targets: Any, sizes: Any) -> None:
-        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(target, source, size)
-
-    mamba_utils.batch_memcpy = batch_memcpy
-
-
 def _remember_model(architecture: str) -> None:
     """Make vLLM inspect a model's class here, and keep the result in its cache for the servers that tests start.
 
@@ -348,7 +336,7 @@ def main() -> None:
     for name in (*_IMPORTS, *(f"vllm.model_executor.models.{model}" for model in models)):
         importlib.import_module(name)
     _remember_model("LlamaForCausalLM")
-    _copy_states_without_triton()
+    cpu_states.copy_without_triton()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()
     gc.enable()

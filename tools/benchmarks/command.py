@@ -117,6 +117,9 @@ BENCHMARKS = (
     Benchmark("peers", "this engine beside other products that are installed, with the same workload"),
     Benchmark("gpu", "paged copies out of a GPU and into it, beside pinned copies in one piece", CUDA),
     Benchmark("serve", "vLLM with this connector, beside vLLM without one", "vllm", alone=True),
+    Benchmark(
+        "groups", "hits of models with several KV groups, beside OffloadingConnector", "vllm", alone=True
+    ),
 )
 
 
@@ -177,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     names = "\n".join(f"  {benchmark.name:12}{benchmark.summary}" for benchmark in BENCHMARKS)
     parser = argparse.ArgumentParser(
         prog="python -m tools.benchmarks",
-        description=f"Benchmarks:\n{names}\n  {ALL:12}all of them but serve, one after the other",
+        description=f"Benchmarks:\n{names}\n  {ALL:12}all of them but serve and groups, one after the other",
         epilog="Options of single benchmarks are in docs/benchmarks.md. lmcache-async bench has memory, disk and tier.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

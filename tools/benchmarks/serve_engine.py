@@ -48,13 +48,13 @@ ON_DISK = "/disk"
 _LAST_LINES = 25
 _GONE_S = 10.0
 _ERROR = re.compile(r"(?:^|\s)(?P<error>(?:[A-Za-z_.]*(?:Error|Exception)): .+)")
-_SHARED = {
+SHARED = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_COLOR": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_ON_CPU = {
+ON_CPU = {
     "OMP_NUM_THREADS": "1",  # the model uses one core, so that copies have another
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "4",  # an upper bound; the number of blocks is given
@@ -375,7 +375,7 @@ class Starter:
         options = self._options() | {"model": self._model()}
         if contestant.transfer is not None:
             options["kv_transfer_config"] = dict(contestant.transfer)
-        environment = _SHARED | ({} if self.gpu else _ON_CPU) | {"TMPDIR": str(self.sockets)}
+        environment = SHARED | ({} if self.gpu else ON_CPU) | {"TMPDIR": str(self.sockets)}
         name = contestant.name.replace(" ", "-").replace(",", "").replace("/", "-")
         log = self.directory / f"{name}.log"
         return Engine(contestant.name, options, environment | dict(contestant.environment), log)
