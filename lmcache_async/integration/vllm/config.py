@@ -106,6 +106,24 @@ def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
     return config.vllm.layerwise_max_tokens if on and not overlapping else 0
 
 
+def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KVGroup]) -> int:
+    """Longest hit that is loaded by the step that uses it; 0 for none.
+
+    If such a load fails, vLLM must compute the step again. It is told which blocks failed, which it accepts only with one
+    group. Its model runner V2 then computes from a wrong position (vLLM issue #49250).
+    """
+    if len(groups) > 1 or not groups[0].is_full:
+        return 0
+    if getattr(vllm_config, "use_v2_model_runner", False):  # not in all versions
+        if config.vllm.layerwise_load == "always":
+            logger.warning(
+                "vllm.layerwise_load: always has no effect with vLLM's model runner V2, which cannot repeat a step; "
+                "start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        return 0
+    return awaited_tokens(config, vllm_config)
+
+
 def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:
     """Whether the scheduler reaches the lookup servers of the ranks over TCP, because they may be on other hosts."""
     parallel = vllm_config.parallel_config

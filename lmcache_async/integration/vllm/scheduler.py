@@ -16,6 +16,7 @@ from lmcache_async.integration.vllm.config import (
     awaited_tokens,
     engine_config,
     head_shards,
+    layerwise_tokens,
     roles_of,
     uses_tcp,
 )
@@ -389,6 +390,7 @@ class SchedulerConnector:
         roles: Roles,
         client: LookupClient,
         awaited_tokens: int = 0,
+        layerwise_tokens: int = 0,
         media: MediaIdentity | None = None,
         tier_media: Mapping[str, Medium] | None = None,
         beside_others: bool = False,
@@ -412,8 +414,7 @@ class SchedulerConnector:
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,
             wait_for_producer_s=config.vllm.wait_for_producer_s,
-            # vLLM lets us report single blocks as failed only if there is one group of full attention.
-            layerwise_tokens=awaited_tokens if len(groups) == 1 and groups[0].is_full else 0,
+            layerwise_tokens=layerwise_tokens,
             decide=self.load_policy.decide,
         )
         self.tier_media = tier_media or {}
@@ -486,6 +487,7 @@ class SchedulerConnector:
             roles=roles_of(transfer, config),
             client=client,
             awaited_tokens=awaited_tokens(config, vllm_config),
+            layerwise_tokens=layerwise_tokens(config, vllm_config, groups),
             media=MediaIdentity.of(vllm_config),
             tier_media={name: each.medium for name, each in capabilities.items()},
             beside_others=beside_others,

@@ -31,9 +31,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import connector as module
-from lmcache_async.integration.vllm.config import awaited_tokens
+from lmcache_async.integration.vllm.config import awaited_tokens, layerwise_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.events import hit_sources
+from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import NOT_CALLED_BY_ALL, CacheHitSource
@@ -192,6 +193,25 @@ def test_layers_are_awaited_only_where_a_steps_end_is_known_before_the_next_one(
     ours = load_config(env={}, extra={"vllm.layerwise_load": wanted, "vllm.layerwise_max_tokens": 100})
 
     assert awaited_tokens(ours, config) == tokens
+    assert layerwise_tokens(ours, config, [KVGroup(0, 16)]) == tokens
+
+
+@pytest.mark.parametrize(
+    ("groups", "runner"),
+    [
+        ((KVGroup(0, 16), KVGroup(1, 16)), 1),
+        ((KVGroup(0, 16, window=100),), 1),
+        ((KVGroup(0, 16),), 2),  # computes from a wrong position after a failed load
+    ],
+)
+def test_no_step_awaits_its_own_load_if_vllm_cannot_repeat_it(
+    setup: Setup, groups: tuple[KVGroup, ...], runner: int, monkeypatch: pytest.MonkeyPatch
+):
+    config = vllm_config(setup)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", runner == 2)  # it needs Triton
+    ours = load_config(env={}, extra={"vllm.layerwise_load": "always"})
+
+    assert layerwise_tokens(ours, config, groups) == 0
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])

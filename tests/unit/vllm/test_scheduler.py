@@ -117,6 +117,7 @@ class Bench:
             roles=roles or Roles(),
             client=self.client,
             awaited_tokens=awaited_tokens,
+            layerwise_tokens=awaited_tokens if self.groups == 1 else 0,
             beside_others=beside_others,
         )
         self.evicted: set[int] = set()
