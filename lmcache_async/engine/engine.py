@@ -314,7 +314,7 @@ class CacheEngine:
                 batches = [RetrieveReport(cause=type(error).__name__)]
             asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
             report = _merge_retrieved(batches, asked, start)
-            if not request.waited_for:  # otherwise the time includes computation of the model
+            if request.progress is None:  # otherwise the time includes computation of the model
                 self._costs.note(report)
             for instrument in self._instruments:
                 instrument.retrieved(request.request_id, report)

@@ -77,16 +77,18 @@ class RetrieveRequest(Request):
     """Load the KV of the longest stored prefix of the chunks into its rows.
 
     Attributes:
-        progress: Queried before the first row is written, and updated as rows are written. The model thread
-            waits for it, so such a request uses only chunks in host memory and waits for no tier and no other
-            request. None for other requests.
+        awaited: The model thread waits for the end, so the request uses only chunks in host memory and waits for no
+            tier and no other request.
+        progress: Queried before the first row is written, and updated as rows are written, for a model thread that
+            waits for single layers. None for other requests.
     """
 
+    awaited: bool = False
     progress: LoadProgress | None = None
 
     @property
     def waited_for(self) -> bool:
-        return self.progress is not None
+        return self.awaited or self.progress is not None
 
 
 class Lease(Protocol):

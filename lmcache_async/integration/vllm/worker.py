@@ -124,8 +124,12 @@ class Transfers:
             int, int
         ] = {}  # jobs whose blocks are not reported as copied, and their parts left
 
-    def load(self, jobs: Sequence[Job]) -> None:
-        """Start loads, ordered after the work that the model's thread has queued on the device."""
+    def load(self, jobs: Sequence[Job], awaited: Collection[int] = ()) -> None:
+        """Start loads, ordered after the work that the model's thread has queued on the device.
+
+        Args:
+            awaited: Loads from host memory whose end the caller awaits, by job.
+        """
         if not jobs:
             return
         waited: dict[int, LoadProgress] = {}
@@ -134,7 +138,10 @@ class Transfers:
             waited.update(self.layerwise.start([job for job in jobs if job.layerwise]))
             fence = self._engine.copier.fence()
             return self._loop.submit(
-                _together(self._load(job, fence, waited.get(job.job_id)) for job in jobs)
+                _together(
+                    self._load(job, fence, waited.get(job.job_id), awaited=job.job_id in awaited)
+                    for job in jobs
+                )
             )
 
         with self._lock:
@@ -219,12 +226,16 @@ class Transfers:
         for plan in plans:
             self._engine.planned(plan)
 
-    async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
+    async def _load(
+        self, job: Job, fence: Fence | None, progress: LoadProgress | None, *, awaited: bool
+    ) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
         try:
             # The largest part first: it is copied while the others are planned.
             parts = sorted(job.parts, key=lambda part: len(part.tokens), reverse=True)
-            loaded = await _together(self._load_part(job, part, fence, progress) for part in parts)
+            loaded = await _together(
+                self._load_part(job, part, fence, progress, awaited=awaited) for part in parts
+            )
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
@@ -236,7 +247,7 @@ class Transfers:
                 progress.end()
 
     async def _load_part(
-        self, job: Job, part: JobPart, fence: Fence | None, progress: LoadProgress | None
+        self, job: Job, part: JobPart, fence: Fence | None, progress: LoadProgress | None, *, awaited: bool
     ) -> list[int]:
         """Load a part and return its blocks that were not loaded."""
         if not part.keys:
@@ -255,6 +266,7 @@ class Transfers:
                 rows=rows,
                 request_namespace=job.request_namespace,
                 fence=fence,
+                awaited=awaited,
                 progress=progress,
             )
         )
@@ -819,7 +831,7 @@ class WorkerConnector:
         loads, self._loads = self._loads, ()
         awaited, self._awaited = self._awaited, ()
         for engine in self.engines:
-            engine.transfers.load(loads)
+            engine.transfers.load(loads, awaited)
         deadline = time.monotonic() + IDLE_S
         for engine in self.engines if awaited else ():
             engine.transfers.wait(awaited, max(0.0, deadline - time.monotonic()))

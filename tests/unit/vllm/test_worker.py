@@ -193,9 +193,10 @@ def test_a_load_that_a_step_awaits_has_ended_when_the_step_ends(
         wait(jobs, timeout_s)
 
     monkeypatch.setattr(transfers, "wait", open_gate_and_wait)
-    worker.begin_step(StepMetadata(loads=(job(),), awaited=(1,)))
+    worker.begin_step(StepMetadata(loads=(job(), job(2)), awaited=(1,)))
 
-    assert worker.take_finished() == {"r1"}
+    assert "r1" in worker.take_finished()
+    assert {each.request_id: each.waited_for for each in worker.engine.retrieved} == {"r1": True, "r2": False}
 
 
 def test_an_awaited_load_that_takes_too_long_ends_in_a_later_step(
