@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     import vllm.v1.engine.core  # noqa: F401
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from lmcache_async.integration.vllm import worker
     from lmcache_async.integration.vllm.versions import serves_several_groups
     from tests.support.vllm_simulator import Simulators, Until
 
@@ -66,7 +67,10 @@ def until() -> Callable[[Callable[[], bool]], None]:
 
 
 @pytest.fixture
-def simulators(tmp_path: Path, socket_dir: Path, until: Until) -> Iterator[Simulators]:
+def simulators(
+    tmp_path: Path, socket_dir: Path, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Simulators]:
+    monkeypatch.setattr(worker, "BEGIN_S", 60.0)  # the machine may be busy, and these tests need hits
     made = Simulators(tmp_path, socket_dir, until)
     yield made
     for sim in made.made:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,14 +57,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, socket_dir: Path, until: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def pair(simulators: Simulators, monkeypatch: pytest.MonkeyPatch) -> Pair:
     shelf = Shelf()
     registry = FakeRegistry(tiers={"shelf": shelf.tier_class()})
     monkeypatch.setattr(engine_module, "Registry", lambda: registry)
-    simulators = Simulators(tmp_path, socket_dir, until)
-    yield Pair(simulators, shelf)
-    for sim in simulators.made:
-        sim.close()
+    return Pair(simulators, shelf)
 
 
 def waits(consumer: SimulatedVLLM) -> Any:

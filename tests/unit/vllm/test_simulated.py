@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
+from lmcache_async.integration.vllm.worker import LayerwiseLoads
 from lmcache_async.memory.header import read_header
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.types import RetrieveReport
@@ -303,6 +305,28 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 
     assert sim.outputs["warm"] == expected(tokens, 4)
     assert "length" in sim.finish_reasons["warm"]
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 1
+    assert_nothing_is_held(sim)
+
+
+def test_a_load_that_fails_after_its_blocks_are_filled_is_computed_again(
+    simulators: Simulators, monkeypatch: pytest.MonkeyPatch
+):
+    sim = simulators()
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    is_proven = LayerwiseLoads._is_proven
+
+    def unproven(loads: LayerwiseLoads, progress: LoadProgress) -> bool:
+        is_proven(loads, progress)
+        return False
+
+    monkeypatch.setattr(LayerwiseLoads, "_is_proven", unproven)
+    sim.add("warm", tokens)
+    sim.run()
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
     assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 1
     assert_nothing_is_held(sim)
 
