@@ -48,7 +48,7 @@ RAISED = {
     "BaseExceptionGroup": lambda: raises(BaseExceptionGroup("of this test", [SystemExit(1)])),
     "no result": lambda: asyncio.sleep(0),
 }
-"""What a stage raises, and a stage that returns None."""
+"""Calls of failing stages, by the error that they raise; one returns None."""
 
 
 def stages_of(switch, misbehave):

@@ -109,8 +109,8 @@ def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
 def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KVGroup]) -> int:
     """Longest hit that is loaded by the step that uses it; 0 for none.
 
-    If such a load fails, vLLM must compute the step again. It is told which blocks failed, which it accepts only with one
-    group. Its model runner V2 then computes from a wrong position (vLLM issue #49250).
+    After a failed load, vLLM computes from the first failed block on. It accepts failed blocks only from models with one
+    group, and its model runner V2 then computes from a wrong position (vLLM issue #49250).
     """
     if len(groups) > 1 or not groups[0].is_full:
         return 0
