@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 WAIT_S = 60.0
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Startable(Protocol):
@@ -49,11 +52,24 @@ def open_fds() -> int:
 
 
 def free_ports(count: int) -> list[int]:
+    """Return ports at which no server listens and which no connection gets as its own port.
+
+    The kernel gives ports of its ephemeral range to connections, so a port of that range can be
+    in use by the time the server starts, or while a test restarts it.
+    """
+    low, high = map(int, EPHEMERAL.read_text().split())
+    candidates = [port for port in range(10_000, 65_536) if not low <= port <= high]
+    random.SystemRandom().shuffle(candidates)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found = (port for port in candidates if _bound(stack.enter_context(socket.socket()), port))
+        return list(itertools.islice(found, count))
+
+
+def _bound(one: socket.socket, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        one.bind(("", port))
+        return True
+    return False
 
 
 def free_port() -> int:
