@@ -1,6 +1,6 @@
 """Chunk keys from token ids: pure and incremental functions, with the same result on every machine."""
 
-from lmcache_async.hashing.chain import ChunkHasher, Extra, partial_candidates
+from lmcache_async.hashing.chain import ChunkHasher, Extra, packed_keys, partial_candidates
 from lmcache_async.hashing.digest import (
     ALGORITHMS,
     CRYPTOGRAPHIC,
@@ -36,6 +36,7 @@ __all__ = [
     "engine_root",
     "group_keys",
     "hash_key_id",
+    "packed_keys",
     "partial_candidates",
     "processor_fingerprint",
     "weights_fingerprint",

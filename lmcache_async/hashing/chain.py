@@ -166,6 +166,29 @@ class ChunkHasher:
         return data, cast("list[ChunkKey]", keys), texts
 
 
+def packed_keys(
+    root: bytes, tokens: bytes, *, chunk_size: int, algorithm: str = "xxh3_128", hash_key: bytes = b""
+) -> bytes:
+    """Return the keys of the chunks of `tokens`, 16 bytes each, of which the last chunk may be partial.
+
+    Equal to those of a `ChunkHasher` without extras, several times faster for few tokens.
+
+    Args:
+        root: Root of the keys, 16 bytes.
+        tokens: Token ids as little-endian int32, which `as_tokens` has checked.
+        chunk_size: Tokens of a full chunk.
+        algorithm: As for `ChunkHasher`.
+        hash_key: As for `ChunkHasher`.
+    """
+    digest, chunk_bytes = digest_function(algorithm, hash_key), chunk_size * _TOKEN_BYTES
+    keys = [root]
+    for at in range(0, len(tokens), chunk_bytes):
+        chunk = tokens[at : at + chunk_bytes]
+        end = b"" if len(chunk) == chunk_bytes else _trailer("", len(chunk) // _TOKEN_BYTES)
+        keys.append(digest(keys[-1] + chunk + end))
+    return b"".join(keys[1:])
+
+
 def partial_candidates(
     parent: bytes,
     tokens: TokenIds,

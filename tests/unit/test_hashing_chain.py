@@ -15,6 +15,7 @@ from lmcache_async.hashing import (
     ChunkHasher,
     Extra,
     digest_function,
+    packed_keys,
     partial_candidates,
 )
 
@@ -166,6 +167,15 @@ def test_candidates_at_a_hole_are_what_a_request_that_ended_there_stored(ids, sp
         )
 
         assert plain(found) == plain(ended.partials(unit))
+
+
+@given(tokens, st.sampled_from([("xxh3_128", b""), ("sha256", b"k" * 32)]))
+def test_packed_keys_are_those_of_the_chunks(ids, hashing):
+    options = {"algorithm": hashing[0], "hash_key": hashing[1]}
+    chain = hasher(**options)
+    keys = [*chain.extend_keys(ids), *([tail.key] if (tail := chain.tail()) else [])]
+
+    assert packed_keys(ROOT, struct.pack(f"<{len(ids)}i", *ids), chunk_size=SIZE, **options) == b"".join(keys)
 
 
 def test_chunks_keep_their_tokens_when_the_caller_changes_its_list():

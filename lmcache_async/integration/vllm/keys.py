@@ -27,6 +27,7 @@ from lmcache_async.hashing import (
     FingerprintMode,
     boundary_root,
     group_keys,
+    packed_keys,
     partial_candidates,
     weights_fingerprint,
 )
@@ -151,15 +152,20 @@ class RequestKeys:
         These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own. `before` is
         `keys_before(boundary)`, which is the same for all groups.
         """
-        tokens = np.frombuffer(self.packed_tokens(group.first_needed(boundary), boundary), np.int32)
+        identity, secret = self.identity, self._hash_key
+        tokens = self.packed_tokens(group.first_needed(boundary), boundary)
         packed = []
         for rank, key in enumerate(before or self.keys_before(boundary)):
             own = self._group_roots[rank][group.index]
-            hasher = self._hasher(boundary_root(own, key, self.identity.algorithm, self._hash_key))
-            keys: list[bytes] = [*hasher.extend_keys(tokens)]
-            if (tail := hasher.tail()) is not None:
-                keys.append(tail.key)
-            packed.append(b"".join(keys))
+            root = boundary_root(own, key, identity.algorithm, secret)
+            keys = packed_keys(
+                root,
+                tokens,
+                chunk_size=identity.chunk_size,
+                algorithm=identity.algorithm,
+                hash_key=secret,
+            )
+            packed.append(keys)
         return tuple(packed)
 
     def chunk_keys(self, group: KVGroup, leading: Sequence[bytes]) -> tuple[bytes, ...]:
