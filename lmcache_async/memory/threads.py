@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
@@ -66,11 +67,18 @@ async def in_thread(executor: Executor, function: Callable[[], T]) -> T:
     return result
 
 
-async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Run the functions on the executor and return their results, or raise the first error. See `in_thread`."""
+async def in_threads(
+    executor: Executor, functions: Sequence[Callable[[], T]], *, at_once: bool = False
+) -> list[T]:
+    """Run the functions on the executor and return their results, or raise the first error. See `in_thread`.
+
+    With `at_once` the threads begin before this thread runs on, which holds it up for 50 microseconds.
+    """
     calls: list[Future[T]] = []
     try:
         calls.extend(map(executor.submit, functions))
+        if at_once:
+            yield_gil()
     finally:  # if one is refused, those before it use their buffers
         await wait_ended(*calls)
     try:
@@ -78,6 +86,11 @@ async def in_threads(executor: Executor, functions: Sequence[Callable[[], T]]) -
     finally:
         # Break the reference cycle of an error and this frame, which would keep the buffers in use.
         del calls, functions
+
+
+def yield_gil() -> None:
+    """Release the GIL. A waiting thread takes it at once only from a thread that sleeps."""
+    time.sleep(1e-6)
 
 
 async def run_shielded(work: Awaitable[T], *, on_cancel: Callable[[], object] | None = None) -> T:

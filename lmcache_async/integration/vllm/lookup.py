@@ -33,6 +33,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     receive,
 )
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.threads import yield_gil
 from lmcache_async.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -375,9 +376,9 @@ class LookupClient:
                 self._open(keys, [identity for identity in identities if identity is not None])
             if self._hashed_tokens >= PIECE_TOKENS:
                 self._hashed_tokens = 0
-                _yield_gil()
+                yield_gil()
             former = keys.num_hashed
-            keys.extend(num_tokens, _yield_gil)
+            keys.extend(num_tokens, yield_gil)
             self._hashed_tokens += keys.num_hashed - former
         except (ValueError, OverflowError, OSError) as error:
             keys.failed = True
@@ -438,11 +439,6 @@ class LookupClient:
 async def _until_answered(rank: RankConnection, message: Message) -> None:
     while await rank.call(message) is None:  # noqa: ASYNC110 - the other end is another process
         await asyncio.sleep(_CLEAR_RETRY_S)
-
-
-def _yield_gil() -> None:
-    """Release the GIL. A waiting thread takes it at once only from a thread that sleeps."""
-    time.sleep(1e-6)
 
 
 class RankConnection:

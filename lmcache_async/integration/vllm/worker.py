@@ -358,8 +358,11 @@ async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     coroutines = list(works)
     if len(coroutines) == 1:
         return [await coroutines[0]]
+    tasks: list[asyncio.Task[T]] = []
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(coroutine) for coroutine in coroutines]
+        for coroutine in coroutines:
+            tasks.append(group.create_task(coroutine))
+            await asyncio.sleep(0)  # its copy begins before the next one is planned
     return [task.result() for task in tasks]
 
 
