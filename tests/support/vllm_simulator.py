@@ -557,8 +557,12 @@ class Simulators:
     def settle(self, sim: SimulatedVLLM) -> None:
         """Wait until all computed chunks are stored, and empty vLLM's own cache."""
         sim.run()
-        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
+        self.end_calls(sim)
         assert sim.scheduler.reset_prefix_cache()
+
+    def end_calls(self, sim: SimulatedVLLM) -> None:
+        """Wait until no store or load is running."""
+        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
 
 
 def own_connector(connector: Any) -> Any:

@@ -34,7 +34,7 @@ class MutationError(Exception):
 
 
 def copy_tree(target: Path) -> None:
-    """Copy all files that git tracks or does not ignore, with the content of the checkout. Links stay links."""
+    """Copy all files that git tracks or does not ignore, and the compiled module. Links stay links."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -42,7 +42,8 @@ def copy_tree(target: Path) -> None:
         capture_output=True,
         text=True,
     )
-    for name in filter(None, listed.stdout.split("\0")):
+    compiled = [str(path.relative_to(ROOT)) for path in ROOT.glob("lmcache_async/**/*.so")]
+    for name in filter(None, [*listed.stdout.split("\0"), *compiled]):
         source = ROOT / name
         if source.exists() or source.is_symlink():  # otherwise deleted and not committed yet
             (target / name).parent.mkdir(parents=True, exist_ok=True)

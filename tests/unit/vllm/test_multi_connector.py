@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,14 +78,15 @@ def beside_another(simulators: Simulators) -> Callable[..., SimulatedVLLM]:
     return make
 
 
-def test_kv_that_another_connector_failed_to_load_is_not_stored(beside_another: Callable[..., SimulatedVLLM]):
+def test_kv_that_another_connector_failed_to_load_is_not_stored(
+    beside_another: Callable[..., SimulatedVLLM], simulators: Simulators
+):
     """The step that finds the failure computes with what the other connector should have loaded."""
     simulator, prompt = beside_another(), list(range(1, 12 * BLOCK + 5))
 
     for name in ("failed", "computed", "loaded"):
         simulator.add(name, prompt)
-        simulator.run()  # raises if wrong KV is loaded
-        assert simulator.scheduler.reset_prefix_cache()
+        simulators.settle(simulator)  # raises if wrong KV is loaded
 
     assert [simulator.cached_tokens[name][1] for name in ("computed", "loaded")] == [0, 12 * BLOCK]
     assert simulator.outputs["failed"] == simulator.outputs["computed"] == simulator.outputs["loaded"]
@@ -94,7 +94,7 @@ def test_kv_that_another_connector_failed_to_load_is_not_stored(beside_another: 
 
 
 def test_blocks_that_another_connector_loads_are_not_shared_until_the_end_of_the_step(
-    beside_another: Callable[..., SimulatedVLLM],
+    beside_another: Callable[..., SimulatedVLLM], simulators: Simulators
 ):
     """The second request would find the blocks of the first one in vLLM's cache before they are loaded."""
     simulator, prompt = beside_another(), list(range(1, 12 * BLOCK + 5))
@@ -103,9 +103,9 @@ def test_blocks_that_another_connector_loads_are_not_shared_until_the_end_of_the
     simulator.add("beside", prompt, params=AT_ONCE)
     while simulator.busy:
         simulator.step()
-        time.sleep(0.1)  # a store copies before the next step computes the blocks again
+        simulators.end_calls(simulator)  # a store copies before the next step computes the blocks again
     assert simulator.cached_tokens["beside"] == (0, 0)
-    assert simulator.scheduler.reset_prefix_cache()
+    simulators.settle(simulator)
     simulator.add("loaded", prompt)
     simulator.run()  # raises if wrong KV is loaded
 
@@ -114,7 +114,7 @@ def test_blocks_that_another_connector_loads_are_not_shared_until_the_end_of_the
 
 
 def test_with_overlapping_steps_blocks_are_not_shared_until_their_step_has_ended(
-    beside_another: Callable[..., SimulatedVLLM],
+    beside_another: Callable[..., SimulatedVLLM], simulators: Simulators
 ):
     """The second request is planned while the step runs that should have loaded the blocks.
 
@@ -127,9 +127,8 @@ def test_with_overlapping_steps_blocks_are_not_shared_until_their_step_has_ended
     simulator.add("beside", prompt, params=AT_ONCE)
     simulator.step()
     simulator.abort("failed")
-    simulator.run()  # raises if wrong KV is read
+    simulators.settle(simulator)  # raises if wrong KV is read
     assert simulator.cached_tokens["beside"] == (0, 0)
-    assert simulator.scheduler.reset_prefix_cache()
     simulator.add("loaded", prompt)
     simulator.run()
 
