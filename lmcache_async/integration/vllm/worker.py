@@ -359,10 +359,14 @@ async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     if len(coroutines) == 1:
         return [await coroutines[0]]
     tasks: list[asyncio.Task[T]] = []
-    async with asyncio.TaskGroup() as group:
-        for coroutine in coroutines:
-            tasks.append(group.create_task(coroutine))
-            await asyncio.sleep(0)  # its copy begins before the next one is planned
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                tasks.append(group.create_task(coroutine))
+                await asyncio.sleep(0)  # its copy begins before the next one is planned
+    finally:
+        for coroutine in coroutines[len(tasks) :]:
+            coroutine.close()
     return [task.result() for task in tasks]
 
 

@@ -260,6 +260,28 @@ def test_a_load_of_two_groups_ends_once_and_fails_as_a_whole_request(
     side.close()
 
 
+def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(
+    socket_dir: Path, layout: KVLayout, until: Until
+):
+    """A coroutine that is never awaited would be a warning, which fails the test."""
+
+    class Failing(Engine):
+        async def retrieve_chunks(self, request: Any) -> RetrieveReport:
+            self.retrieved.append(request)
+            raise OSError("no more threads")
+
+    side = Worker(Failing(), socket_dir, tuple(KVGroup(index, BLOCK) for index in range(4)))
+    side.open(*(EngineGroup(layout, replace(NAMESPACE, model=str(index))) for index in range(4)))
+    (first,) = job().parts
+    parts = tuple(replace(first, group=index) for index in range(4))
+    side.begin_step(StepMetadata(loads=(replace(job(), parts=parts),)))
+
+    assert finished(side, until) == (["r1"], set())
+    assert side.take_failed_requests() == {"r1"}
+    side.close()
+    assert [request.group for request in side.engine.retrieved] == [0]
+
+
 @pytest.mark.parametrize("leading", [0, 1])
 def test_kv_events_are_of_the_leading_group(socket_dir: Path, layout: KVLayout, until: Until, leading: int):
     window = KVGroup(1 - leading, BLOCK, window=3 * BLOCK)
