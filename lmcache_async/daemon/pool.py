@@ -6,15 +6,12 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from lmcache_async.daemon.allocator import RangeAllocator
 from lmcache_async.daemon.config import TenantOptions
 from lmcache_async.memory.buffer import pages
 from lmcache_async.tiers.eviction import LRUPolicy
-
-if TYPE_CHECKING:
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 MAX_TENANTS = 1024
 """If there are this many tenants, those without memory are removed before another one is added."""

@@ -9,9 +9,12 @@ import logging
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
+from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     HELLO_BYTES,
     ID_BYTES,
@@ -31,12 +34,6 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.region import Region
 from lmcache_async.metrics.endpoint import status_server
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from lmcache_async.daemon.config import DaemonConfig
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

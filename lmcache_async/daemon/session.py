@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import cast
 
 from lmcache_async.daemon import messages
 from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
+from lmcache_async.daemon.pool import Pool, Slot
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import peek_sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lmcache_async.daemon.pool import Pool, Slot
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from lmcache_async.daemon.pool import Pool, PoolStatistics
 from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, page_head
 from lmcache_async.metrics.samples import Samples, exposition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from lmcache_async.daemon.pool import Pool, PoolStatistics
 
 MAX_TENANTS = 8
 """Tenants in samples and charts, the largest ones. The table lists all of them."""

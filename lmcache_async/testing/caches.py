@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 
 from lmcache_async.device.layout import KVLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 VLLM_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Physical dimension orders of vLLM's [B, H, N, C] views; L is the layer."""

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
 from lmcache_async.bench.disk import make_cache, open_disk, probes
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Parameter, Probe, Row
+from lmcache_async.bench.memory import PromptCache
+from lmcache_async.engine.engine import CacheEngine
 from tools.benchmarks.command import option
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.bench.memory import PromptCache
-    from lmcache_async.engine.engine import CacheEngine
 
 UNIT = "GB/s"
 RECORD_MIB = 2

@@ -10,9 +10,10 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lmcache_async.bench.measure import (
     DEFAULT_ROUNDS,
@@ -25,9 +26,6 @@ from lmcache_async.bench.measure import (
     run,
 )
 from lmcache_async.errors import ConfigError, LMCacheAsyncError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 ALL = "all"
 CUDA = "a CUDA device"

@@ -13,21 +13,18 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 from unittest import mock
 
 import lmcache_async
 from lmcache_async.bench.memory import CacheForm, PromptCache
+from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import ChunkHasher
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
-    from types import FrameType
-
-    from lmcache_async.engine.engine import CacheEngine
 
 _PACKAGE = Path(lmcache_async.__file__).resolve().parent
 _OURS = tuple(f"{_PACKAGE.parent / folder}{os.sep}" for folder in (_PACKAGE.name, "stages", "plugins"))

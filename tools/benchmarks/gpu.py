@@ -11,27 +11,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Parameter, Probe, Row
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.types import BlockIds
 from tools.benchmarks.command import count, option
-from tools.benchmarks.gpu_device import CudaGpu
+from tools.benchmarks.gpu_device import CudaGpu, Gpu, HostBytes, Products
 from tools.benchmarks.repetition import mean_figure
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.types import BlockIds
-    from tools.benchmarks.gpu_device import Gpu, HostBytes, Products
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 256

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lmcache_async.device.cuda import Streams, TorchStreams
+from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, open_mover
 from lmcache_async.errors import ConfigError
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.region import Region
 from tests.support.fake_streams import FakeStreams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lmcache_async.device.layout import KVLayout
 
 HostBytes: TypeAlias = npt.NDArray[np.uint8]
 

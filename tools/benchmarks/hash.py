@@ -7,20 +7,16 @@ Python integers also its conversion to an array.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Probe, Row
 from lmcache_async.hashing import ALGORITHMS, ChunkHasher, digest_function
 from tools.benchmarks.command import option
 from tools.benchmarks.repetition import mean_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from lmcache_async.bench.measure import Frame, Probe, Row
 
 ROOT = b"benchmark of key"
 UNIT = "M tokens/s"

@@ -15,30 +15,25 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import uvloop
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Probe, Row
+from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, encode
 from lmcache_async.testing.rig import Rig
+from lmcache_async.types import ChunkKey
 from tools.benchmarks.command import option
 from tools.benchmarks.repetition import mean_figure, mean_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from lmcache_async.bench.measure import Frame, Probe, Row
-    from lmcache_async.engine.engine import CacheEngine
-    from lmcache_async.types import ChunkKey
 
 BLOCK_SIZE = 16
 

@@ -15,24 +15,20 @@ import contextlib
 import dataclasses
 import gc
 import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Parameter, Probe, Row
 from lmcache_async.bench.memory import CacheForm, PromptCache
+from lmcache_async.device.copier import CopyJob, Fence
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.progress import LoadProgress
+from lmcache_async.engine.engine import CacheEngine
 from tools.benchmarks.command import option
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from contextvars import Context
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.device.copier import CopyJob, Fence
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.progress import LoadProgress
-    from lmcache_async.engine.engine import CacheEngine
 
 UNIT = "us/chunk"
 CALLS = "loop callbacks/chunk"

@@ -17,26 +17,21 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Parameter, Probe, Row
 from lmcache_async.bench.memory import CacheForm, PromptCache
+from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
 from tools.benchmarks.command import option
 from tools.benchmarks.loop import Batches
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from multiprocessing.connection import Connection
-
-    import numpy.typing as npt
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.engine.engine import CacheEngine
 
 HASH_LIST, HASH_ARRAY = "hash, list", "hash, int64 array"
 STORE, RETRIEVE = "store", "retrieve"

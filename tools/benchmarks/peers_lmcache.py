@@ -11,7 +11,8 @@ import contextlib
 import functools
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,7 @@ from lmcache.v1.token_database import ChunkedTokenDatabase
 
 from lmcache_async.bench.memory import CacheForm, PromptCache
 from tools.benchmarks import peers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tools.benchmarks.peers import Ready, Workload
+from tools.benchmarks.peers import Ready, Workload
 
 _NUMBERS = itertools.count()
 _SPARE_GIB = 0.25

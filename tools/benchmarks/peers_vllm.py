@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
 from tools.benchmarks import peers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tools.benchmarks.peers import Ready, Workload
+from tools.benchmarks.peers import Ready, Workload
 
 ALGORITHM = "sha256"  # its default
 

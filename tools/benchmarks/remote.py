@@ -14,13 +14,15 @@ import re
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from lmcache_async.bench.measure import Case
+from lmcache_async.bench.measure import Case, Frame, Parameter, Probe, Row
 from lmcache_async.bench.raw import RespSockets, connect_tcp
 from lmcache_async.bench.tier import (
     NAME_PREFIX,
@@ -34,16 +36,10 @@ from lmcache_async.bench.tier import (
 )
 from lmcache_async.config import TierSpec
 from lmcache_async.errors import ConfigError
+from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Tier
 from tools.benchmarks import servers
 from tools.benchmarks.command import option
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-    from contextlib import AbstractAsyncContextManager, AbstractContextManager
-
-    from lmcache_async.bench.measure import Frame, Parameter, Probe, Row
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.tiers.base import Tier
 
 MIB = 1 << 20
 Limits = tuple[dict[str, "Probe"], dict[str, "Probe"]]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lmcache_async.bench.measure import Frame, Probe
+from lmcache_async.bench.measure import Frame, Probe
 
 
 def repeat_s(frame: Frame) -> float:

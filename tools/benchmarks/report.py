@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from lmcache_async.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _STYLE = """
 body { font: 14px/1.5 sans-serif; margin: 2em auto; max-width: 72em; color: #222 }

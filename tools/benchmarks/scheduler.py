@@ -19,23 +19,19 @@ import tempfile
 import time
 from array import array
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from lmcache_async.bench.measure import Row
+from lmcache_async.bench.measure import Frame, Row
 from lmcache_async.config import load_config
 from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
+from lmcache_async.types import ChunkKey
 from tools.benchmarks.command import option
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-
-    from lmcache_async.bench.measure import Frame
-    from lmcache_async.types import ChunkKey
 
 CHUNK = 256
 ROOT = b"scheduler bench."

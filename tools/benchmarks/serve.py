@@ -18,11 +18,12 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache_async.bench.measure import Row
+from lmcache_async.bench.measure import Frame, Parameter, Row
 from lmcache_async.integration.vllm.load_policy import MIN_RUNS
 from tools.benchmarks import serve_files
 from tools.benchmarks.command import option
@@ -44,11 +45,6 @@ from tools.benchmarks.serve_engine import (
     disk_tier,
     ours,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-
-    from lmcache_async.bench.measure import Frame, Parameter
 
 PARTS = ("alone", "disk", "slow", "load")
 MIB = 1 << 20

@@ -15,14 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_async.errors import ConfigError, LMCacheAsyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 COMMAND = (sys.executable, "-m", "tools.benchmarks.serve_child")
 START_S, ANSWER_S, EXIT_S = 600.0, 300.0, 30.0

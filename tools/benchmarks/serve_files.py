@@ -6,14 +6,12 @@ import contextlib
 import mmap
 import os
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 from tools.benchmarks.serve_engine import ServeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 THREADS = 4  # concurrent reads of the disk tier
 STILL_S, LONGEST_S = 0.5, 60.0

@@ -7,8 +7,8 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmcache_async.errors import ConfigError
 from tests.support import mooncake_pool as mooncake
@@ -16,9 +16,6 @@ from tests.support import s3_server as s3
 from tests.support import valkey_servers as valkey
 from tests.support.processes import started
 from tools.benchmarks.host_daemon import READY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextlib.contextmanager

@@ -7,16 +7,14 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree as ET
 
 from tools.gpu.checkout import ROOT, environment, facts
 from tools.processes import run_logged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SPARE_S = 30.0
 """A part stops measuring this long before its time limit, to write its results."""

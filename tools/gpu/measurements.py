@@ -10,19 +10,15 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, Frame
 from tools.benchmarks import gpu as bench
-from tools.benchmarks.gpu_device import CudaGpu, HostGpu
+from tools.benchmarks.gpu_device import CudaGpu, Gpu, HostGpu
 from tools.gpu import profile, race
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from tools.benchmarks.gpu_device import Gpu
 
 PROFILE_ROUNDS = 5
 QUICK_ENGINES = 3

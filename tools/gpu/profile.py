@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lmcache_async.bench.measure import Case
-from tools.benchmarks.gpu import IN, OUT, Copies, load_cases, rate, refusal, shapes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
-
-    from lmcache_async.bench.measure import Frame, Row
-    from tools.benchmarks.gpu import Shape
-    from tools.benchmarks.gpu_device import Gpu
+from lmcache_async.bench.measure import Case, Frame, Row
+from tools.benchmarks.gpu import IN, OUT, Copies, Shape, load_cases, rate, refusal, shapes
+from tools.benchmarks.gpu_device import Gpu
 
 WAITS = {
     "waits for events": ("cudaEventSynchronize", "cuEventSynchronize"),

@@ -15,30 +15,25 @@ import contextlib
 import itertools
 import random
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
 from lmcache_async import CacheEngine, Namespace, load_config
-from lmcache_async.device.cuda import CudaCopier, open_cuda_copiers
+from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, DeviceEvent, Fence
+from lmcache_async.device.cuda import CudaCopier, LaneStatistics, Streams, open_cuda_copiers
+from lmcache_async.device.layout import KVLayout
+from lmcache_async.device.movers import Mover, Step
+from lmcache_async.device.plan import Int64s, Piece
+from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine import builder
-from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm
+from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm, PagedCache
+from tools.benchmarks.gpu_device import Gpu
 from tools.torture.outcome import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-
-    from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, DeviceEvent, Fence
-    from lmcache_async.device.cuda import LaneStatistics, Streams
-    from lmcache_async.device.layout import KVLayout
-    from lmcache_async.device.movers import Mover, Step
-    from lmcache_async.device.plan import Int64s, Piece
-    from lmcache_async.device.progress import LoadProgress
-    from lmcache_async.testing.caches import PagedCache
-    from tools.benchmarks.gpu_device import Gpu
 
 POISON = 0xA5
 MAX_DELAY_S = 1e-3

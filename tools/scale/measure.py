@@ -12,9 +12,9 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -22,13 +22,9 @@ from lmcache_async.bench.tier import FORMAT, open_tier, seal_record
 from lmcache_async.config import TierSpec
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.tiers.base import Tier
 from lmcache_async.types import KEY_BYTES, ChunkKey
 from tools.benchmarks import servers
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from lmcache_async.tiers.base import Tier
 
 MIB = 1 << 20
 COUNTS = (1, 64, 512, 4096)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 
 from lmcache_async import LMCacheEngineBuilder, load_config
 from lmcache_async.daemon import messages
+from lmcache_async.engine.sync import LMCacheEngine
 from tools.benchmarks import servers
-
-if TYPE_CHECKING:
-    from lmcache_async.engine.sync import LMCacheEngine
 
 CHUNKS = 64  # of 256 tokens, 2 MiB each
 TIMEOUT_S = 30.0

@@ -6,9 +6,10 @@ import hashlib
 import logging
 import platform
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import vllm
 from vllm import envs
@@ -23,15 +24,17 @@ from lmcache_async.hashing import (
     processor_fingerprint,
     weights_fingerprint,
 )
-from lmcache_async.integration.vllm.groups import HeadShard, block_size_of, groups_of, kind_of, specs_of
+from lmcache_async.integration.vllm.groups import (
+    HeadShard,
+    KVGroup,
+    block_size_of,
+    groups_of,
+    kind_of,
+    specs_of,
+)
 from lmcache_async.integration.vllm.keys import local_path
 from lmcache_async.integration.vllm.request import Roles
 from lmcache_async.integration.vllm.versions import serves_several_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lmcache_async.integration.vllm.groups import KVGroup
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,18 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
-from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata
+from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger, NamedHandler
 from lmcache_async.metrics.samples import Samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from vllm.distributed.kv_events import KVCacheEvent
 
-    from lmcache_async.integration.vllm.jobs import WorkerReport
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
     from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
@@ -13,11 +14,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved,
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.base import Medium
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from lmcache_async.types import Chunk, ChunkKey, Tokens
+from lmcache_async.types import Chunk, ChunkKey, Tokens
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,17 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_async.integration.vllm.groups import leading_group
+from lmcache_async.integration.vllm.events import Notice
+from lmcache_async.integration.vllm.groups import KVGroup, leading_group
+from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.lookup_server import TCPAddress
+from lmcache_async.integration.vllm.request import LoadSpan
 from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lmcache_async.integration.vllm.events import Notice
-    from lmcache_async.integration.vllm.groups import KVGroup
-    from lmcache_async.integration.vllm.keys import RequestKeys
-    from lmcache_async.integration.vllm.lookup_server import TCPAddress
-    from lmcache_async.integration.vllm.request import LoadSpan
 
 SKIP = -1
 """A block that is neither read nor written."""

@@ -13,9 +13,10 @@ import math
 import re
 import uuid
 from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +32,10 @@ from lmcache_async.hashing import (
     partial_candidates,
     weights_fingerprint,
 )
+from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, Chunk, Tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from lmcache_async.integration.vllm.groups import KVGroup
-    from lmcache_async.integration.vllm.lookup_server import Identity
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -6,16 +6,13 @@ import logging
 import math
 import struct
 from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from lmcache_async.logging import LimitedLogger
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from lmcache_async.types import Decided
+from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
 """Fraction by which computing must be faster to be chosen: it takes the device from other requests, loading does not."""

@@ -12,19 +12,22 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
-from lmcache_async.integration.vllm.groups import block_size_of, full_groups
-from lmcache_async.integration.vllm.keys import PIECE_TOKENS, AdapterFingerprints
-from lmcache_async.integration.vllm.load_policy import slowest, unpack_costs
+from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups
+from lmcache_async.integration.vllm.keys import PIECE_TOKENS, AdapterFingerprints, Promise, RequestKeys
+from lmcache_async.integration.vllm.load_policy import Costs, slowest, unpack_costs
 from lmcache_async.integration.vllm.lookup_server import (
+    Address,
     Identity,
+    Message,
     TCPAddress,
     check_peer,
     connect,
@@ -34,16 +37,7 @@ from lmcache_async.integration.vllm.lookup_server import (
 )
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.threads import yield_gil
-from lmcache_async.types import KEY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-
-    from lmcache_async.integration.vllm.groups import KVGroup
-    from lmcache_async.integration.vllm.keys import Promise, RequestKeys
-    from lmcache_async.integration.vllm.load_policy import Costs
-    from lmcache_async.integration.vllm.lookup_server import Address, Message
-    from lmcache_async.types import Chunk
+from lmcache_async.types import KEY_BYTES, Chunk
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -23,12 +23,13 @@ import struct
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -39,9 +40,6 @@ from lmcache_async.hashing import ALGORITHMS
 from lmcache_async.integration.vllm.load_policy import pack_costs
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

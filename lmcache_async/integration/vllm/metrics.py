@@ -10,23 +10,19 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from lmcache_async.integration.vllm.events import split_tokens
+from lmcache_async.integration.vllm.load_policy import LoadPolicy
+from lmcache_async.integration.vllm.lookup import PromiseCounts
+from lmcache_async.integration.vllm.request import Admission
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.metrics import Counter, Metrics
 from lmcache_async.metrics.samples import Labels, Samples, Value
 from lmcache_async.metrics.series import ENGINE_SERIES, PREFIX, SCHEDULER_SERIES, Series
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from lmcache_async.integration.vllm.load_policy import LoadPolicy
-    from lmcache_async.integration.vllm.lookup import PromiseCounts
-    from lmcache_async.integration.vllm.request import Admission
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

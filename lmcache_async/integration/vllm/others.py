@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from lmcache_async.integration.vllm.request import RequestTracker
+from lmcache_async.integration.vllm.request import RequestTracker
 
 WAIT_S = 10.0
 """Longest wait of a request for the end of a step in which another connector loads tokens that it shares."""

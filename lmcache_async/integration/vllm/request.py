@@ -8,23 +8,16 @@ what the method returns: a lookup to release, a load to start, chunks to store.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from lmcache_async.integration.vllm.groups import block_size_of
-from lmcache_async.integration.vllm.keys import Promise
-from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit
+from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
+from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit, Verdict
+from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.types import RequestPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from lmcache_async.integration.vllm.groups import KVGroup
-    from lmcache_async.integration.vllm.keys import RequestKeys
-    from lmcache_async.integration.vllm.load_policy import Verdict
-    from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
-    from lmcache_async.types import Decided
+from lmcache_async.types import Decided, RequestPlan
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from vllm.v1.request import RequestStatus
 
+from lmcache_async.config import EngineConfig
 from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
@@ -20,8 +22,8 @@ from lmcache_async.integration.vllm.config import (
     roles_of,
     uses_tcp,
 )
-from lmcache_async.integration.vllm.events import MAX_NOTICES
-from lmcache_async.integration.vllm.groups import block_size_of, full_groups, groups_of
+from lmcache_async.integration.vllm.events import MAX_NOTICES, Notice
+from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups, groups_of
 from lmcache_async.integration.vllm.jobs import (
     SKIP,
     Job,
@@ -32,35 +34,27 @@ from lmcache_async.integration.vllm.jobs import (
     load_job,
     pack_blocks,
 )
-from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, RequestKeys
+from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
-from lmcache_async.integration.vllm.lookup import LookupClient
-from lmcache_async.integration.vllm.lookup_server import socket_path
+from lmcache_async.integration.vllm.lookup import LookupClient, PromiseCounts
+from lmcache_async.integration.vllm.lookup_server import Address, socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
 from lmcache_async.integration.vllm.others import OtherLoads
 from lmcache_async.integration.vllm.request import (
+    LoadSpan,
+    Release,
     RequestOptions,
     RequestPolicy,
     RequestTracker,
     Roles,
+    StoreSpan,
 )
 from lmcache_async.integration.vllm.versions import loads_in_step, shutdown_timeout_s
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.samples import Samples
 from lmcache_async.registry import Registry
+from lmcache_async.tiers.base import Capabilities, Medium
 from lmcache_async.types import RequestPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lmcache_async.config import EngineConfig
-    from lmcache_async.integration.vllm.events import Notice
-    from lmcache_async.integration.vllm.groups import KVGroup
-    from lmcache_async.integration.vllm.keys import Promise
-    from lmcache_async.integration.vllm.lookup import PromiseCounts
-    from lmcache_async.integration.vllm.lookup_server import Address
-    from lmcache_async.integration.vllm.request import LoadSpan, Release, StoreSpan
-    from lmcache_async.metrics.samples import Samples
-    from lmcache_async.tiers.base import Capabilities, Medium
 
 logger = LimitedLogger(logging.getLogger(__name__))
 

@@ -9,19 +9,24 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
+from lmcache_async.config import EngineConfig
+from lmcache_async.device.copier import Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError, EngineClosedError, MissingDependencyError
-from lmcache_async.hashing import hash_key_id
+from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.integration.vllm.config import (
     backend_reason,
     engine_config,
@@ -33,8 +38,8 @@ from lmcache_async.integration.vllm.config import (
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import Notices
-from lmcache_async.integration.vllm.groups import block_size_of, groups_of, leading_group
-from lmcache_async.integration.vllm.jobs import SKIP, StepMetadata, WorkerReport
+from lmcache_async.integration.vllm.groups import HeadShard, KVGroup, block_size_of, groups_of, leading_group
+from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
     Identity,
@@ -46,19 +51,8 @@ from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from lmcache_async.config import EngineConfig
-    from lmcache_async.device.copier import Fence
-    from lmcache_async.hashing import Namespace
-    from lmcache_async.integration.vllm.groups import HeadShard, KVGroup
-    from lmcache_async.integration.vllm.jobs import Job, JobPart
-    from lmcache_async.tiers.handle import Watcher
-    from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
+from lmcache_async.tiers.handle import Watcher
+from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
 
 T = TypeVar("T")
 
