@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.cli.top import StatusClient
+from tests.integration.model_families import make_eagle_head
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
 from tests.integration.vllm_driver import (
     BLOCK,
@@ -16,6 +17,7 @@ from tests.integration.vllm_driver import (
     Engine,
     Engines,
     Reference,
+    complaints,
     connector,
     several,
 )
@@ -175,6 +177,26 @@ def test_a_prompt_larger_than_the_arena_has_what_fits(
 
     assert answer.cached_tokens == 1184
     assert answer.tiers["disk"] >= 1184 - 6 * CHUNK
+
+
+def test_a_hit_of_a_model_with_an_eagle_head_is_loaded_once_and_not_computed(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    draft = {
+        "method": "eagle",
+        "num_speculative_tokens": 3,
+        "model": str(make_eagle_head(tmp_path / "draft")),
+    }
+    question = Question(tokens("eagle", 450))
+    with engines.started(connector(), speculative_config=draft) as engine:
+        engine.ask(question)
+        engine.settle()
+        warm = engine.ask(question)
+
+    assert warm.cached_tokens == 448
+    assert "retrieved 448/448" in warm.log
+    assert not complaints(warm.log)
+    assert_same(warm, reference(question))
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before it", "behind it"])

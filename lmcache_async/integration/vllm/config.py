@@ -113,18 +113,29 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KV
     """Longest hit that is loaded by the step that uses it; 0 for none.
 
     After a failed load, vLLM computes from the first failed block on. It accepts failed blocks only from models with one
-    group, and its model runner V2 then computes from a wrong position (vLLM issue #49250).
+    group, and its model runner V2 then computes from a wrong position (vLLM issue #49250). It asks for failed blocks
+    before the forward of a draft model, whose layers have not waited for their part of the load then.
     """
     if len(groups) > 1 or not groups[0].is_full:
         return 0
+    obstacle = ""
     if getattr(vllm_config, "use_v2_model_runner", False):  # not in all versions
-        if config.vllm.layerwise_load == "always":
-            logger.warning(
-                "vllm.layerwise_load: always has no effect with vLLM's model runner V2, which cannot repeat a step; "
-                "start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
-            )
-        return 0
-    return awaited_tokens(config, vllm_config)
+        obstacle = (
+            "vLLM's model runner V2, which cannot repeat a step; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    elif _drafts_with_kv(vllm_config):
+        obstacle = "a draft model, whose layers run after the end of a load is reported"
+    if not obstacle:
+        return awaited_tokens(config, vllm_config)
+    if config.vllm.layerwise_load == "always":
+        logger.warning("vllm.layerwise_load: always has no effect with %s", obstacle)
+    return 0
+
+
+def _drafts_with_kv(vllm_config: Any) -> bool:
+    """Whether a draft model with layers in the KV cache proposes tokens."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV
 
 
 def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:

@@ -214,6 +214,17 @@ def test_no_step_awaits_its_own_load_if_vllm_cannot_repeat_it(
     assert layerwise_tokens(ours, config, groups) == 0
 
 
+@pytest.mark.parametrize(("method", "tokens"), [("eagle", 0), ("mtp", 0), ("draft_model", 0), ("ngram", 100)])
+def test_no_step_awaits_a_load_of_layers_that_run_after_its_end_is_reported(
+    setup: Setup, method: str, tokens: int
+):
+    config = vllm_config(setup)
+    config.speculative_config = SimpleNamespace(method=method)
+    ours = load_config(env={}, extra={"vllm.layerwise_max_tokens": 100})
+
+    assert layerwise_tokens(ours, config, [KVGroup(0, 16)]) == tokens
+
+
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
 def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup, multi: bool):
     setup = replace(setup, multi=multi, kv_role="kv_producer")
