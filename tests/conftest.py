@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Generator, Mapping
 
 # Set before torch is imported: two processes that each use all cores would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,8 +20,6 @@ import pytest
 import uvloop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
     from xdist.scheduler import LoadScopeScheduling
 
 

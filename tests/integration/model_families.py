@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from examples.demo.model import ModelSize, make_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 LLAMA = ModelSize(vocabulary=512, layers=4, hidden=256, heads=4, head_size=64, max_tokens=4096)
 VOCABULARY = LLAMA.vocabulary

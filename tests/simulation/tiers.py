@@ -77,10 +77,6 @@ class Backend:
                 self.records[key] = _cut(self.weather, self.records[key])
         self._recent.clear()
 
-    def synced(self) -> None:
-        """Make all previous writes survive a crash."""
-        self._recent.clear()
-
     def _keep(self, key: ChunkKey, record: bytes) -> None:
         self.records.pop(key, None)
         self.records[key] = record

@@ -1,22 +1,18 @@
 """Every bundled tier and fake compared with a dict, on both loops."""
 
 import asyncio
-import logging
 
 import pytest
 import uvloop
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictConfig, DictTier, FaultyTier, HandleTier, LatencyTier
 from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.strategies import fault_plans
 from tests.support.thorough import machine_settings
 from tests.support.tiers import handle_of
-
-LOGGER = LimitedLogger(logging.getLogger("tests"))
 
 
 class DictMachine(TierMachine):

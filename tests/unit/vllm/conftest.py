@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,9 +22,6 @@ with warnings.catch_warnings():
     from lmcache_async.integration.vllm import worker
     from lmcache_async.integration.vllm.versions import serves_several_groups
     from tests.support.vllm_simulator import Simulators, Until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

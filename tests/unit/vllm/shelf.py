@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.tiers.base import Capabilities
-
-if TYPE_CHECKING:
-    from lmcache_async.memory.buffer import Buffer
-    from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey
 
 
 class Shelf:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
-from tests.support.vllm_simulator import SimulatedVLLM, Simulators, prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Until = Callable[[Callable[[], bool]], None]
+from tests.support.vllm_simulator import SimulatedVLLM, Simulators, Until, prompt
 
 CHUNK = 64
 

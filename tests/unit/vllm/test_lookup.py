@@ -8,9 +8,10 @@ import logging
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
@@ -25,11 +26,6 @@ from lmcache_async.integration.vllm.lookup import Answer, Lookup, LookupClient, 
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 CHUNK, BLOCK = 8, 2
 

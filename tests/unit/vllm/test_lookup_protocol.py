@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm.lookup_server import MAX_MESSAGE_BYTES, encode, receive, socket_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 async def received(data: bytes) -> dict[str, object]:

@@ -7,9 +7,10 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import promql_parser
 import pytest
@@ -27,9 +28,6 @@ from lmcache_async.metrics.series import SERIES
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.rig import Rig
 from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "observability"
 SCRAPED = {"job", "instance"}

@@ -6,13 +6,16 @@ The simulator fails a test when a request would read KV that is not the KV of it
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
+from lmcache_async.integration.vllm.jobs import Job
 from lmcache_async.integration.vllm.worker import LayerwiseLoads
 from lmcache_async.memory.header import read_header
 from lmcache_async.plugins.disk.directory import RecordDirectory
@@ -29,15 +32,6 @@ from tests.support.vllm_simulator import (
     prompt,
     scheduler_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from lmcache_async.integration.vllm.jobs import Job
-
-    Until = Callable[[Callable[[], bool]], None]
-
 
 MODELS = {
     "full": (KVGroup(0, 16),),

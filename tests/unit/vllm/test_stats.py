@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,13 +28,7 @@ from lmcache_async.integration.vllm.metrics import (
 )
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.metrics.series import CALL_BUCKETS_S
-from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    Until = Callable[[Callable[[], bool]], None]
+from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, Until, prompt
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 

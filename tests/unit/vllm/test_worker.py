@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
+from tests.support.vllm_simulator import Until
 
 CHUNK, BLOCK = 4, 2
 
@@ -140,9 +141,6 @@ def worker(socket_dir: Path, layout: KVLayout) -> Iterator[Worker]:
     yield side
     side.engine.gate.set()
     side.close()
-
-
-Until = Callable[[Callable[[], bool]], None]
 
 
 def finished(worker: Worker, until: Until, count: int = 1) -> tuple[list[str], set[int]]:
