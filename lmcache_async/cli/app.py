@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
-    "bench": "Measure memory, disk and tiers, each beside its physical limit.",
+    "bench": "Measure memory, disk and tiers, and compare each with its physical limit.",
     "serve": "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
     "doctor": "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
     "tiers": "List the installed tiers, layers and stages, and why one cannot be used.",
@@ -74,7 +74,7 @@ app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # plain tracebacks are easier to search for
-    help="Tools for lmcache-async, the KV cache layer under LLM serving.",
+    help="Tools for lmcache-async, a KV cache for LLM serving with vLLM.",
 )
 
 

@@ -1,4 +1,4 @@
-"""`lmcache-async bench`: measure memory, disk and one tier, each beside its physical limit."""
+"""`lmcache-async bench`: measure memory, disk and one tier, and compare each with its physical limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ JsonFile = Annotated[
 ]
 Rounds = Annotated[int | None, typer.Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default.")]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results mean nothing.")
+    bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results have no meaning.")
 ]
 
 bench_command = typer.Typer(
-    help="Measure memory, disk and tiers, each beside its physical limit.",
+    help="Measure memory, disk and tiers, and compare each with its physical limit.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -44,7 +44,7 @@ def memory_command(
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and retrieves in host memory, beside memcpy of the same bytes."""
+    """Measure stores and retrieves in host memory, and compare them with memcpy of the same bytes."""
     from lmcache_async.bench import memory  # imports torch, which --help does not need
 
     settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
@@ -67,7 +67,7 @@ def disk_command(
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and retrieves on disk, beside pwrite and pread with O_DIRECT."""
+    """Measure stores and retrieves on disk, and compare them with pwrite and preadv with O_DIRECT."""
     from lmcache_async.bench import disk  # imports torch, which --help does not need
 
     base = disk.QUICK if quick else disk.Settings()
@@ -97,7 +97,7 @@ def tier_command(
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """Measure puts and gets of one tier, beside memcpy and, if the medium has it, raw I/O.
+    """Measure puts and gets of one tier, and compare them with memcpy and, if possible, raw I/O.
 
     Records have random keys and are removed again. A full tier may evict other records for them.
     """

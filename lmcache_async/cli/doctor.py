@@ -112,7 +112,7 @@ def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> t
     """
     future = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-check").submit(lambda: list(work()))
     if not wait([future], timeout=seconds).done:
-        found = f"it did not end in {seconds:g} s"
+        found = f"the check did not end within {seconds:g} s"
         return [fail(name, found, "check whether the disk or server behind it responds")], True
     if (error := future.exception()) is None:
         return future.result(), False
@@ -136,7 +136,7 @@ def _check_restart(config: EngineConfig, registry: Registry) -> Iterator[Check]:
     capabilities = tier_capabilities(config, registry)
     if tiers := [name for name, each in capabilities.items() if each.persistent]:
         found = f"{', '.join(tiers)}: content survives a restart, but writes still queued may be lost"
-        todo = "start vLLM with --shutdown-timeout 30: by default it kills its workers at once"
+        todo = "start vLLM with --shutdown-timeout 30: by default it kills its workers immediately"
         yield Check("restart", Outcome.OK, found, todo)
         closing_s, queue_s = config.shutdown_timeout_s, config.store.max_pending_write_s
         if closing_s < queue_s:

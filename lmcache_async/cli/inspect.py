@@ -26,9 +26,10 @@ from lmcache_async.types import KEY_BYTES, ChunkKey
 
 def inspect_command(
     target: Annotated[
-        str | None, typer.Argument(help="A directory of the disk tier; omit it with --tier.")
+        str | None,
+        typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier."),
     ] = None,
-    key: Annotated[str | None, typer.Argument(help="Key of one record, in hex.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key of one record, in hex.")] = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
     rank: shared.Rank = None,

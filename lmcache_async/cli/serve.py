@@ -21,7 +21,8 @@ from lmcache_async.errors import LMCacheAsyncError
 
 def serve_command(
     socket: Annotated[
-        Path | None, typer.Option(help="Path of the socket; by default one of this user.")
+        Path | None,
+        typer.Option(help="Path of the socket; by default in the runtime directory of this user."),
     ] = None,
     max_bytes: Annotated[
         str | None,

@@ -40,7 +40,7 @@ class StatusClient:
         path = urljoin(parts.path or "/", "status.json")
         self.path = quote(path, safe="/%:@!$&'()*+,;=~", errors="surrogateescape")
         self._token = token.strip() if token_file is None else _from_file(token_file)
-        base, hint = f"{parts.scheme}://{parts.netloc}", "is http.listen set there?"
+        base, hint = f"{parts.scheme}://{parts.netloc}", "check that http.listen is set there"
         try:
             self._client = JSONClient(base, token=self._token, timeout_s=timeout_s, hint=hint)
         except ValueError as error:
@@ -79,7 +79,10 @@ def _from_file(file: Path) -> str:
 
 def top_command(
     url: Annotated[
-        str, typer.Argument(help="Address of the status page as logged, such as http://127.0.0.1:7421.")
+        str,
+        typer.Argument(
+            metavar="URL", help="Address of the status page as logged, such as http://127.0.0.1:7421."
+        ),
     ],
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print the status once and exit.")] = False,

@@ -32,7 +32,7 @@ def warm_command(
     config: shared.Config = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines of prompts: token ids or text.", dir_okay=False, exists=True),
+        typer.Option(help="File of prompts, as JSON lines: token ids or text.", dir_okay=False, exists=True),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -73,7 +73,7 @@ def warm_command(
     """
     file = prompts or trace
     if file is None or (prompts is not None and trace is not None):
-        raise typer.BadParameter("give one of --prompts and --trace")
+        raise typer.BadParameter("give either --prompts or --trace")
     read = partial(read_prompts, file, by_use=trace is not None)
     if url is not None:
         if config is not None or source is not None or to:

@@ -149,8 +149,8 @@ _UNSUPPORTED = {
         "min_retrieve_tokens hit_miss_ratio"
     ),
     "pins expire, see vllm.lookup_pin_ttl_s": "pin_check_interval_sec",
-    "errors of a tier are always a miss or a counted drop": "error_handling",
-    "KV events are part of vLLM's, see --kv-events-config in docs/metrics.md": "enable_kv_events",
+    "an error of a tier is always a miss or a counted drop": "error_handling",
+    "KV events are published by vLLM, see --kv-events-config in docs/metrics.md": "enable_kv_events",
     "status and metrics are served read-only at http.listen, see docs/status.md": (
         "internal_api_server_enabled internal_api_server_host internal_api_server_port_start"
         " internal_api_server_include_index_list internal_api_server_socket_path_prefix"

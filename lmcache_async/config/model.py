@@ -190,7 +190,7 @@ class ArenaConfig(Section):
     huge_pages: Flag = True
     """Ask the kernel for huge pages for the arena, and for the KV cache of an engine on a CPU."""
     prefault: Flag = True
-    """Map the pages of the arena in the background at start, so that no store has to."""
+    """Map the pages of the arena in the background at start, so that stores do not wait for it."""
 
 
 class GPUConfig(Section):
@@ -199,8 +199,8 @@ class GPUConfig(Section):
     staging_bytes: Size = 64 * MIB
     """Device memory for copies, in bytes, for stores and loads each."""
     store_priority: Literal["low", "high"] = "low"
-    """Priority of the CUDA streams of stores; high runs their kernels before waiting ones of the
-    model."""
+    """Priority of the CUDA streams of stores; high runs their kernels before waiting kernels
+    of the model."""
     load_priority: Literal["low", "high"] = "low"
     """Priority of the CUDA streams of loads; python -m tools.benchmarks gpu measures both."""
 
@@ -348,7 +348,7 @@ class VLLMConfig(Section):
     """auto loads the part of a hit that is loaded faster than computed, by measured times; always loads
     all."""
     prefill_tokens_per_s: OptionalRate = None
-    """Prefill speed in tokens per second for load_policy; none for measured."""
+    """Prefill speed in tokens per second for load_policy; none to measure it."""
     wait_for_producer_s: Wait = 2.0
     """Longest wait of a request for chunks that another vLLM has promised to store, in seconds; 0 for no
     wait."""
@@ -357,9 +357,9 @@ class VLLMConfig(Section):
     consumer_stores: Flag = False
     """Whether a vLLM with kv_role kv_consumer stores computed chunks."""
     kv_head_shards: OptionalCount = None
-    """Number of records that share the KV heads of a chunk, over all tensor-parallel ranks. Servers of different
-    tensor-parallel sizes with the same number use each other's records. It must be a multiple of the tensor-parallel
-    size and divide the number of KV heads; none for one record per rank."""
+    """Number of shards of the KV heads over all tensor-parallel ranks, each stored as a separate record. Servers with the
+    same number use each other's records, whatever their tensor-parallel size. It must be a multiple of the
+    tensor-parallel size and divide the number of KV heads; none for one record per rank."""
     lookup_transport: Literal["auto", "unix", "tcp"] = "auto"
     """How the scheduler reaches its workers for lookups: unix sockets, or TCP for workers on other hosts; auto
     chooses tcp if vLLM runs on several nodes or with Ray."""

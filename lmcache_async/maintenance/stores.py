@@ -75,7 +75,9 @@ def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
             )
         return _directory_store(spec.path, spec.rank, options, third_party=third_party)
     if spec.tier is None:
-        raise ConfigError("name a directory, or a tier with --tier: the id of one in --config, or JSON")
+        raise ConfigError(
+            "name a directory, or a tier with --tier: the id of a tier in --config, or a tier as JSON"
+        )
     named = named_tier(spec.tier, spec.config, config)
     tier = make_tier(named, Registry(), third_party=third_party, rank=spec.rank)
     if (store := tier.offline(tier.config, options)) is not None:
@@ -121,7 +123,9 @@ def named_tier(
                 f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
             ) from None
     if config is None:
-        raise ConfigError(f"{argument} {text} is the id of a tier in a config: name its file with --config")
+        raise ConfigError(
+            f"{argument} {text} is not a tier as JSON, so it is the id of a tier: name the config file with --config"
+        )
     for tier in config.tiers:
         if tier.id == text:
             return tier

@@ -204,8 +204,8 @@ class DiskRecords(OfflineStore):
             return lock_holder(self._directory.fd)
         except FileNotFoundError as error:
             raise TierUnavailableError(
-                f"there is no directory {self.name}: name the `path` of a disk tier, with its rank-<n>"
-                " where there are several ranks"
+                f"there is no directory {self.name}: name the `path` of a disk tier, and if there are several ranks,"
+                " its subdirectory rank-<n>"
             ) from error
         except OSError as error:
             raise TierUnavailableError(f"cannot open {self.name}: {error.strerror}") from error

@@ -103,7 +103,7 @@ def test_disabled_huge_pages_are_a_warning_with_the_remedy(root):
     second = machine.check_huge_pages(CONFIG, root)
 
     assert (first.outcome, second.outcome) == (Outcome.OK, Outcome.WARN)
-    assert "7 are reserved" in first.found
+    assert "7 reserved ones" in first.found
     assert second.todo == "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
 
 
@@ -176,7 +176,7 @@ def test_a_check_that_hangs_or_raises_fails():
     end.set()
 
     assert hung
-    assert only(checks).found == "it did not end in 0.05 s"
+    assert only(checks).found == "the check did not end within 0.05 s"
 
     checks, hung = guarded("broken", 10, lambda: [ok("x", str(1 // 0))])
     assert not hung

@@ -152,7 +152,7 @@ def test_the_command_ends_although_a_check_hangs():
     )
 
     assert ran.returncode == 1
-    assert "fail  stuck: it did not end in 0.1 s" in ran.stdout
+    assert "fail  stuck: the check did not end within 0.1 s" in ran.stdout
 
 
 def test_a_restart_is_checked_for_persistent_tiers_only(tmp_path):

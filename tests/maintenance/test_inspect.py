@@ -139,7 +139,7 @@ def test_encrypted_records_show_their_key_id_only(tmp_path):
     [
         (["missing"], "missing: name the `path` of a disk tier"),
         ([], "name a directory, or a tier"),
-        (["--tier", "disk"], "name its file with --config"),
+        (["--tier", "disk"], "name the config file with --config"),
         (["--tier", "{nonsense"], "expected a tier as JSON"),
         (["--tier", '{"name":' * 100_000], "expected a tier as JSON"),
         (["--tier", '{"name": "cpu"}'], "memory of the engine's own process"),

@@ -206,8 +206,8 @@ def test_the_error_for_an_invalid_prompt_names_its_place(config, tmp_path, conte
     ("options", "message"),
     [
         (["--prompts", "{file}"], "give the engine's config file"),
-        (["--config", "{config}"], "give one of --prompts and --trace"),
-        (["--config", "{config}", "--prompts", "{file}", "--trace", "{file}"], "give one of --prompts"),
+        (["--config", "{config}"], "give either --prompts or --trace"),
+        (["--config", "{config}", "--prompts", "{file}", "--trace", "{file}"], "give either --prompts"),
         (["--url", "http://x", "--config", "{config}", "--prompts", "{file}"], "--url excludes --config"),
         (["--config", "{config}", "--prompts", "{file}"], "outside of the engine: none. To warm"),
         (

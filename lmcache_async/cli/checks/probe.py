@@ -75,7 +75,9 @@ async def _look_up(tier: TierHandle) -> Check:
         times.append(time.perf_counter() - begin)
     seconds = sorted(times)[LOOKUPS // 2]
     found = f"a lookup takes {seconds * 1e3:.1f} ms"
-    slow = warn("round trip", found, "use a nearer server: every request waits for lookups")
+    slow = warn(
+        "round trip", found, "use a server with a shorter round trip: every request waits for lookups"
+    )
     return slow if seconds > SLOW_S else ok("round trip", found)
 
 
