@@ -55,7 +55,7 @@ def copy_command(
             opened = await stack.enter_async_context(open_store(from_spec, change=False))
             into: OfflineStore | str = str(to_spec.path)
             if not dry_run or to_spec.path is None or to_spec.path.exists():
-                into = await stack.enter_async_context(open_store(to_spec, change=not dry_run))
+                into = await stack.enter_async_context(open_store(to_spec, change=not dry_run, create=True))
             return await copy(
                 opened,
                 into,

@@ -96,7 +96,9 @@ def warm_command(
         encode = None if tokenizer is None else tokenizer_of(tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             opened, *targets = [
-                await stack.enter_async_context(open_store(spec.placed(None, tier), change=tier != slow))
+                await stack.enter_async_context(
+                    open_store(spec.placed(None, tier), change=tier != slow, create=True)
+                )
                 for tier in (slow, *fast)
             ]
             return await warm(

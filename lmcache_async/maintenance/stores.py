@@ -63,11 +63,16 @@ class StoreSpec:
         return spec
 
 
-def open_store(spec: StoreSpec, *, change: bool) -> OfflineStore:
-    """Return the store, to be opened with `async with`. With `change`, a directory is locked."""
+def open_store(spec: StoreSpec, *, change: bool, create: bool = False) -> OfflineStore:
+    """Return the store, to be opened with `async with`. With `change`, a directory is locked.
+
+    With `change` and `create`, a directory that does not exist is created.
+    """
     config = spec.loaded
     third_party = config is None or config.plugins.third_party
-    options = OfflineOptions(change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes)
+    options = OfflineOptions(
+        change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes, create=create
+    )
     if spec.path is not None:
         if spec.tier is not None:
             raise ConfigError(

@@ -48,14 +48,16 @@ class OfflineOptions:
     """How a store is opened.
 
     Attributes:
-        change: Open it to change it. A directory is locked, and created if it does not exist.
+        change: Open it to change it. A directory is locked.
         in_flight: Number of concurrent calls.
         max_record_bytes: Memory for one record.
+        create: With `change`, create a directory that does not exist.
     """
 
     change: bool
     in_flight: int
     max_record_bytes: int
+    create: bool = False
 
 
 class OfflineStore(ABC):

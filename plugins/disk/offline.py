@@ -64,6 +64,7 @@ class DiskRecords(OfflineStore):
         self.in_flight = options.in_flight
         self._root = config.root
         self._change = options.change
+        self._create = options.create
         self._max_bytes = config.max_bytes
         self._slab_bytes = options.max_record_bytes
         self._sizes: dict[ChunkKey, int] | None = None
@@ -198,6 +199,8 @@ class DiskRecords(OfflineStore):
         _check_ranks(self._root)
         try:
             if self._change:
+                if not self._create:
+                    self._root.stat()
                 self._directory.prepare()
                 return ""
             self._directory.open_shared()

@@ -263,7 +263,7 @@ def test_a_directory_whose_name_is_not_utf_8_is_copied(root, tmp_path):
 async def test_a_directory_counts_rewritten_and_removed_records(tmp_path):
     (one, data), (other, _) = sealed([3000, 3000]).items()
     config = DiskConfig(path=tmp_path / "there", max_bytes=8192)
-    options = OfflineOptions(change=True, in_flight=1, max_record_bytes=SLAB_BYTES)
+    options = OfflineOptions(change=True, in_flight=1, max_record_bytes=SLAB_BYTES, create=True)
 
     async with DiskTier.offline(config, options) as target:
 

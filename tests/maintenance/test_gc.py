@@ -57,6 +57,17 @@ def test_older_than_deletes_records_by_time_of_use(root):
     assert len(record_files(root)) == 3
 
 
+@pytest.mark.parametrize("command", [["gc"], ["gc", "--dry-run"], ["verify"], ["verify", "--remove"]])
+def test_a_missing_directory_is_an_error_and_is_not_created(tmp_path, command):
+    name, *options = command
+
+    result = invoke(name, tmp_path / "none", *options)
+
+    assert result.exit_code == 2, result.output
+    assert "there is no directory" in result.output
+    assert not (tmp_path / "none").exists()
+
+
 def test_unreadable_records_are_deleted_unless_disabled(root):
     newest, second, third, *_ = record_files(root)
     damage(newest, at=0)
