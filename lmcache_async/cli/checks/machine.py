@@ -66,7 +66,7 @@ def check_huge_pages(config: EngineConfig, root: Path = ROOT) -> Check:
     name, file = "huge pages", root / "sys/kernel/mm/transparent_hugepage/enabled"
     match = re.search(r"\[(\w+)\]", _read(file))
     reserved = _number(root / "proc/sys/vm/nr_hugepages") or 0
-    found = f"transparent huge pages: {match[1] if match else 'unknown'}; {reserved} reserved ones, which are not used"
+    found = f"the mode of transparent ones is {match[1] if match else 'unknown'}; {reserved} reserved pages, which are not used"
     if config.arena.huge_pages and (match is None or match[1] == "never"):
         return warn(name, found, f"echo madvise > /{file.relative_to(root)} (as root)")
     return ok(name, found)

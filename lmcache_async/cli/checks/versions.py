@@ -99,9 +99,11 @@ def _query_vllm(name: str, env: Mapping[str, str]) -> Check:
         )
     lines = ran.stdout.split()
     if ran.returncode == 0 and lines and lines[-1] == "found":
-        return ok(name, f"vLLM knows {CONNECTOR}")
+        return ok(name, f"{CONNECTOR} is registered in vLLM")
     if ran.returncode == 0:
-        return fail(name, f"vLLM loads its plug-ins but does not know {CONNECTOR}", "reinstall lmcache-async")
+        return fail(
+            name, f"vLLM loads its plug-ins, but {CONNECTOR} is not registered", "reinstall lmcache-async"
+        )
     error = (ran.stderr.strip().splitlines() or ["no output"])[-1]
     return fail(name, f"vLLM cannot be imported: {error:.200}", "import vllm by hand to see the error")
 
