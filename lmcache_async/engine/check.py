@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from lmcache_async.config import EngineConfig, LoadedConfig, survey_config
@@ -27,17 +26,16 @@ START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
 
 
 def load_engine_config(
-    path: Path | None = None,
     env: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,
     registry: Registry | None = None,
 ) -> EngineConfig:
-    """Load a configuration as `load_config` does, and report mistakes in options of plug-ins too.
+    """Load a configuration as `load_config` does without a path, and report mistakes in options of plug-ins too.
 
     Raises:
         ConfigError: Keys or values are wrong; one line for each mistake.
     """
-    loaded = survey_config(path, env, extra)
+    loaded = survey_config(None, env, extra)
     if loaded.problems:
         raise ConfigError("\n".join(all_problems(loaded, registry or Registry())))
     return loaded.announced()

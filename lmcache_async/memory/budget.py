@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lmcache_async.errors import BudgetExceededError
@@ -101,15 +99,6 @@ class ByteBudget:
             raise RuntimeError(f"{nbytes} bytes released, but only {self._used} are reserved")
         self._used -= nbytes
         self._serve()
-
-    @asynccontextmanager
-    async def lease(self, nbytes: int, *, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the bytes and hold them in the block; see `reserve`."""
-        await self.reserve(nbytes, timeout_s=timeout_s)
-        try:
-            yield
-        finally:
-            self.release(nbytes)
 
     def statistics(self) -> BudgetStatistics:
         return BudgetStatistics(

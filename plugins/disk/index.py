@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_async.errors import TierFullError
@@ -112,7 +112,7 @@ class DiskIndex:
             del self._readers[key]
 
     def reserve(
-        self, key: ChunkKey, nbytes: int, *, busy: Collection[ChunkKey], evict_bytes: int = 0
+        self, key: ChunkKey, nbytes: int, *, busy: Container[ChunkKey], evict_bytes: int = 0
     ) -> Reservation:
         """Reserve bytes for a record that is not in the index. Evict records if necessary.
 
@@ -228,19 +228,13 @@ class DiskIndex:
 
 
 class KeyLocks:
-    """Per-key write and delete locks. A collection of the locked keys."""
+    """Per-key write and delete locks. A container of the locked keys."""
 
     def __init__(self) -> None:
         self._released: dict[ChunkKey, asyncio.Future[None]] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._released
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._released)
-
-    def __len__(self) -> int:
-        return len(self._released)
 
     async def wait_released(self, key: ChunkKey) -> None:
         """Wait until the lock of the key is released. It may be locked again at once."""

@@ -57,15 +57,6 @@ class Mapping:
         return self._region.nbytes
 
     @property
-    def pinned_bytes(self) -> int:
-        return self._region.pinned_bytes
-
-    @property
-    def leases(self) -> int:
-        """Number of slabs that are leased or referenced."""
-        return len(self._slabs)
-
-    @property
     def closed(self) -> bool:
         """Whether the memory is unpinned and unmapped."""
         return self._closed.done()

@@ -258,12 +258,7 @@ class Serving(Simulation):
         loop = asyncio.get_running_loop()
         side = sim.connector.scheduler
         free = sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        if (side.has_work, side.num_requests, side.loads_active, free) != (
-            False,
-            0,
-            False,
-            self._setup.num_blocks - 1,
-        ):
+        if (side.has_work, side.num_requests, free) != (False, 0, self._setup.num_blocks - 1):
             raise Violation(f"vLLM is idle, but {self._setup.num_blocks - 1 - free} blocks are held")
         for engine in engines:
             await engine.flush(timeout_s=SETTLE_S)

@@ -596,5 +596,5 @@ def expected(tokens: list[int], max_tokens: int) -> list[int]:
 
 def assert_nothing_is_held(sim: SimulatedVLLM) -> None:
     side = scheduler_of(sim)
-    assert (side.has_work, side.num_requests, side.loads_active) == (False, 0, False)
+    assert (side.has_work, side.num_requests) == (False, 0)
     assert sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == sim.setup.num_blocks - 1

@@ -68,16 +68,6 @@ async def test_giving_back_twice_is_an_error() -> None:
         budget.release(4)
 
 
-async def test_a_lease_ends_with_its_block_also_by_an_error() -> None:
-    budget = ByteBudget(10)
-
-    with pytest.raises(KeyError):
-        async with budget.lease(10, timeout_s=0):
-            raise KeyError
-    assert budget.statistics().used_bytes == 0
-    assert budget.statistics().peak_bytes == 10
-
-
 @pytest.mark.parametrize("call", ["reserve_nowait", "release"])
 def test_negative_sizes_are_bugs(call: str) -> None:
     with pytest.raises(ValueError, match="-1"):

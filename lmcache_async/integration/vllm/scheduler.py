@@ -696,10 +696,6 @@ class SchedulerConnector:
         return len(self._trackers)
 
     @property
-    def loads_active(self) -> bool:
-        return bool(self._loads)
-
-    @property
     def pinned_blocks(self) -> int:
         return self._pins.pinned_blocks
 

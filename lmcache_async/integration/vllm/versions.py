@@ -9,16 +9,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "NOT_CALLED_BY_ALL",
     "CacheHitSource",
     "data_parallel_index",
     "loads_in_step",
     "serves_several_groups",
     "shutdown_timeout_s",
 ]
-
-NOT_CALLED_BY_ALL = frozenset({"get_external_cache_hit_sources"})
-"""Methods of the connector that older versions do not call."""
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -32,7 +28,6 @@ else:
 
             HOST = "host"
             DISK = "disk"
-            P2P = "p2p"
             EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 

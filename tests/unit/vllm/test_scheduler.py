@@ -282,7 +282,7 @@ def test_a_hit_that_is_sooner_computed_is_not_loaded_let_go_and_stored_for_faste
     bench.allocate(request, 0, 40)
 
     assert bench.client.released == bench.client.asked
-    assert not bench.scheduler.loads_active
+    assert not bench.scheduler.has_work
     assert spans(bench.step((request, 40)).stores) == [(0, 40)]
     assert bench.scheduler.load_policy.counts == {"recompute": 1}
 
@@ -638,7 +638,7 @@ def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either
     bench.report(bad=set(job.touched_blocks()))
 
     assert bench.evicted == set(job.touched_blocks())
-    assert not bench.scheduler.loads_active
+    assert not bench.scheduler.has_work
 
 
 def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
