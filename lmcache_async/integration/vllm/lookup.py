@@ -490,7 +490,7 @@ class RankConnection:
 
     def post(self, message: Message) -> None:
         """Send a message without an answer. It is dropped while not connected."""
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():  # uvloop raises if it is closed
             self._writer.write(encode(message))
 
     async def _ask(self, message: Message) -> Message | None:

@@ -388,6 +388,25 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     assert ranks.ask(PROMPT).chunks == 3
 
 
+def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(ranks: Ranks, until):
+    """The transport refuses to write from then on, and the reader learns of the end one turn of the loop later."""
+    ranks.serve_all()
+    loop, (first, _) = ranks.client._loop, ranks.client.ranks
+
+    def reset_both() -> None:
+        assert first._writer is not None
+        ranks.client.reset(memory_only=True)
+        loop.call_soon(first._writer.transport.abort)
+
+    loop.call_soon_threadsafe(reset_both)
+    until(lambda: all(engine.cleared for engine in ranks.engines))
+    until(lambda: ranks.client.ready)
+
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+    assert ranks.ask(PROMPT).chunks == 3
+
+
 def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
     """Each answer reaches its own lookup, although others are sent and answered meanwhile."""
     ranks.serve_all()
