@@ -91,6 +91,15 @@ def test_a_wait_for_keys_ends_at_the_lookup_timeout():
         assert bench.scheduler.match(request, 18) == (offered, False)
 
 
+def test_a_request_to_be_handed_over_has_keys_soon_after_a_reset_that_replaces_them():
+    bench = Bench(roles=PRODUCER, **{"vllm.reset_cache": "new_namespace"})
+    request = bench.request(20)
+    bench.scheduler.reset()
+
+    offered = [bench.scheduler.match(request, 18) for _ in range(2)]
+    assert offered == [(None, False), (0, False)]
+
+
 def test_a_connector_with_both_roles_promises_on_request_only():
     bench = Bench()
 
