@@ -513,9 +513,8 @@ class SchedulerConnector:
         if self._may_be_unfilled(tracker, now):
             return None, False  # until the step that fills the blocks has ended
         if tracker.waits_for_keys(now, connected=self._client.connected):
-            self._client.hash(
-                tracker.keys, tracker.num_tokens
-            )  # not requested yet after a reset or a reconnection
+            # After a reset or a reconnection they are not requested yet.
+            self._client.hash(tracker.keys, tracker.num_tokens)
             return None, False
         if not tracker.looks_up or tracker.local_suffices:
             return 0, False
