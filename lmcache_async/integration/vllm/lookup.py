@@ -122,7 +122,7 @@ class Answered:
 
     Attributes:
         believed: The promise is of this model and this prompt.
-        answered_at: When the ranks were queried last, if later than `asked_at`; else 0.
+        answered_at: Time on the monotonic clock; 0 if it is that of the question.
     """
 
     request_id: str
@@ -334,7 +334,7 @@ class LookupClient:
     def _look_up(self, keys: RequestKeys, lookup: Lookup) -> None:
         self._hash(keys, lookup.num_tokens)
         if keys.num_hashed != lookup.num_tokens or lookup.epoch != self._cleared:
-            self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS))
+            self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS, answered_at=self._clock()))
             return
         pending = PendingLookup(keys, lookup, keys.end_candidates())
         self._pending[lookup.lookup_id] = pending
@@ -356,7 +356,7 @@ class LookupClient:
         elif answer.pinned:
             self._pinned.add(lookup_id)
         request_id = pending.keys.request_id
-        self._answers.append(Answered(request_id, lookup_id, answer, pending.believed, pending.answered_at))
+        self._answers.append(Answered(request_id, lookup_id, answer, pending.believed, self._clock()))
 
     def _hash(self, keys: RequestKeys, num_tokens: int) -> None:
         identities = [rank.identity for rank in self.ranks]
@@ -571,7 +571,6 @@ class PendingLookup:
     ends: Sequence[Sequence[Chunk]]
     abandoned: bool = False
     believed: bool = False
-    answered_at: float = 0.0
 
 
 def pause_s(asks: int, waiting: int) -> float:
@@ -661,7 +660,6 @@ class PromiseWaiter:
             return False
 
     async def _query_again(self, pending: PendingLookup, former: Answer) -> Answer:
-        pending.answered_at = self._clock()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._query(pending.keys, pending.lookup, pending.ends)

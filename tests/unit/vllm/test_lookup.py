@@ -22,7 +22,7 @@ from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
-from lmcache_async.integration.vllm.lookup import Answer, Lookup, LookupClient, Query
+from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup, LookupClient, Query
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
@@ -319,6 +319,26 @@ def test_a_late_answer_is_a_miss_and_leaves_no_pins(ranks: Ranks, until):
     assert ranks.ask(PROMPT).chunks == 0
     ranks.engines[0].gate.set()
     until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["late hit", "failed"])
+def test_an_answer_has_the_time_at_which_it_came(ranks: Ranks, stored: bool):
+    """A request repeats a lookup of a certain age. If that were the age of the question, a slow one would never end."""
+    ranks.client.close(5.0)
+    time = [0.0]
+    ranks.client = LookupClient(
+        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, clock=lambda: time[0]
+    )
+    ranks.serve_all()
+    ranks.engines[0].broken = not stored
+    ranks.engines[0].gate = threading.Event()
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    time[0] = 5.0
+    ranks.engines[0].gate.set()
+
+    answers: list[Answered] = []
+    ranks.until(lambda: bool(answers.extend(ranks.client.take_answers()) or answers))
+    assert [(each.lookup_id, each.answered_at) for each in answers] == [(lookup.lookup_id, 5.0)]
 
 
 def test_a_lookup_given_up_before_its_answer_leaves_no_pins(ranks: Ranks, until):
