@@ -26,9 +26,7 @@ START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
 
 
 def load_engine_config(
-    env: Mapping[str, str] | None = None,
-    extra: Mapping[str, Any] | None = None,
-    registry: Registry | None = None,
+    env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> EngineConfig:
     """Load a configuration as `load_config` does without a path, and report mistakes in options of plug-ins too.
 
@@ -37,7 +35,7 @@ def load_engine_config(
     """
     loaded = survey_config(None, env, extra)
     if loaded.problems:
-        raise ConfigError("\n".join(all_problems(loaded, registry or Registry())))
+        raise ConfigError("\n".join(all_problems(loaded, Registry())))
     return loaded.announced()
 
 
