@@ -163,7 +163,7 @@ async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, 
     assert results == [None, None]
 
 
-async def test_foreign_files_are_neither_counted_nor_deleted(config, arena, allocate):
+async def test_foreign_files_are_neither_counted_nor_deleted(config, arena):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
     name = key_of(1).hex()
@@ -191,7 +191,7 @@ async def test_foreign_files_are_neither_counted_nor_deleted(config, arena, allo
     assert all(path.exists() for path in [*foreign, link, target])
 
 
-async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(config, arena, allocate):
+async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(config, arena):
     async with DiskTier(config) as tier:
         await tier.contains_many([key_of(number) for number in range(4)])  # one prompt
         await put(tier, arena, 0, 1, 2, 3)

@@ -96,7 +96,7 @@ async def test_a_broken_record_is_kept_in_the_quarantine_by_option(keeping, aren
         assert len(kept(keeping)) == 1
 
 
-async def test_records_that_fail_verification_are_rejected_with_the_cause(keeping, arena, allocate):
+async def test_records_that_fail_verification_are_rejected_with_the_cause(keeping, arena):
     async with DiskTier(keeping) as tier:
         await put(tier, arena, 1)
         assert await tier.reject(key_of(1), "tokens")

@@ -109,9 +109,7 @@ async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the
         assert await get(tier, allocate, 1)
 
 
-async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
-    config, arena, allocate, monkeypatch
-):
+async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(config, arena, monkeypatch):
     gate, replace = Gate(monkeypatch, os, "unlink"), FailingCall(monkeypatch, "replace")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         replace.fail(5)

@@ -59,7 +59,7 @@ async def test_a_read_has_at_most_two_buffers_per_key_also_if_it_asks_for_many_a
     assert len(given) == 2
 
 
-async def test_any_exception_of_a_tier_becomes_a_tier_error_and_is_logged_once(arena, caplog):
+async def test_any_exception_of_a_tier_becomes_a_tier_error_and_is_logged_once(caplog):
     inner = FaultyTier(DictTier())
     inner.faults.extend([ValueError("odd"), ValueError("odd")])
     tier = guard(inner)

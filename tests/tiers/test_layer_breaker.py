@@ -307,7 +307,7 @@ async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(aren
 
 
 @in_virtual_time
-async def test_clear_and_keys_are_never_refused(arena):
+async def test_clear_and_keys_are_never_refused():
     inner = fill(ToldTier(), 4)
     tier = broken_by(inner)
     await fail_reads(tier, inner)

@@ -180,9 +180,7 @@ async def test_after_a_cancelled_get_nothing_is_written(s3_server, proxy, arena,
             buffer.release()
 
 
-async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
-    s3_server, proxy, arena, allocate
-):
+async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(s3_server, proxy, arena):
     async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
         proxy.answers.shut()
         buffer = record(arena, 1)
@@ -201,7 +199,7 @@ async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(
         assert await TierRig(tier, arena).holds(1)
 
 
-async def test_an_upload_cut_half_way_is_no_record(s3_server, proxy, arena, allocate):
+async def test_an_upload_cut_half_way_is_no_record(s3_server, proxy, arena):
     config = s3_server.config()
     async with await open_tier(through(proxy, config), arena) as tier:
         await proxy.cut()

@@ -168,7 +168,7 @@ def test_the_first_store_or_retrieve_must_bring_the_cache_and_each_one_its_slots
                 getattr(engine, verb)(TOKENS)
 
 
-def test_without_a_cache_lookups_are_misses(paged):
+def test_without_a_cache_lookups_are_misses():
     with LMCacheEngine(config()) as engine:
         assert engine.lookup(TOKENS) == 0
         assert engine.lookup(TOKENS, lookup_id="a", pin=True) == 0
@@ -258,7 +258,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_right_one(engine, paged
     assert engine.lookup(TOKENS) == 0, "what was meant for one tenant is there for everybody"
 
 
-def test_an_unknown_argument_is_refused_before_the_cache_is_known(paged):
+def test_an_unknown_argument_is_refused_before_the_cache_is_known():
     with LMCacheEngine(config()) as engine:
         for verb in (engine.lookup, engine.prefetch):
             with pytest.raises(TypeError, match="did you mean 'cache_salt'"):

@@ -636,7 +636,7 @@ def test_a_replica_of_a_dense_model_is_known_by_its_index(rank: int):
     assert data_parallel_index(SimpleNamespace(parallel_config=ParallelConfig())) == 0
 
 
-def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, tmp_path, monkeypatch):
+def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, monkeypatch):
     opened: list[int] = []
 
     @contextlib.asynccontextmanager

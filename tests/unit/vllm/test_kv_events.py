@@ -114,7 +114,7 @@ def test_salted_prompts_and_disabled_notices_publish_nothing(
     assert not reported - set(prompt(3 * CHUNK, 2))
 
 
-def test_without_kv_events_no_tier_is_watched(make: Any, until: Until) -> None:
+def test_without_kv_events_no_tier_is_watched(make: Any) -> None:
     sim = make()
     sim.add("one", prompt(300), max_tokens=1)
     sim.run()

@@ -367,7 +367,7 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
-def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, until, monkeypatch):
+def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, monkeypatch):
     ranks.serve_all()
     lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
     answer = ranks.wait(lookup)
@@ -447,7 +447,6 @@ def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
 @pytest.mark.parametrize("goodbye", [True, False], ids=["ended", "lost"])
 def test_closed_connections_are_not_logged(
     ranks: Ranks,
-    until,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     goodbye: bool,
