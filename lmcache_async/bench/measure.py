@@ -150,7 +150,7 @@ class Result:
     settings: Any
     rows: tuple[Row, ...]
     seconds: float
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return {

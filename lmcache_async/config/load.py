@@ -73,7 +73,7 @@ def load_config(
 
 
 def survey_config(
-    path: Path | None = None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
+    path: Path | None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
     """Load the configuration with its origins and its mistakes; arguments as in `load_config`.
 

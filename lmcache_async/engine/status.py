@@ -24,7 +24,7 @@ _LOCAL = "vLLM itself"
 
 @contextlib.asynccontextmanager
 async def status_page(
-    source: EngineSource, config: HTTPConfig, namespace: Namespace, *, replica: int = 0
+    source: EngineSource, config: HTTPConfig, namespace: Namespace, *, replica: int
 ) -> AsyncIterator[str | None]:
     """Serve the status page during the block, if `config.listen` is set, and give its URL.
 

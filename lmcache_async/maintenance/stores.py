@@ -169,7 +169,7 @@ class TierStore(OfflineStore):
     between two keys of a listing; other calls have the deadline of the handle.
     """
 
-    def __init__(self, tier: TierHandle, options: OfflineOptions, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, tier: TierHandle, options: OfflineOptions, *, timeout_s: float) -> None:
         self.name = f"tier {tier.name!r}"
         self.in_flight = options.in_flight
         self._tier = tier

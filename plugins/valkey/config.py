@@ -161,8 +161,8 @@ class Address:
 
     scheme: str
     endpoints: tuple[Endpoint, ...]
-    username: str = ""
-    database: int = 0
+    username: str
+    database: int
 
 
 def parse_url(text: str) -> Address:

@@ -95,7 +95,7 @@ def check_open_files(limit: int | None = None) -> Check:
     return ok(name, f"at most {soft}")
 
 
-def memory_limit(root: Path = ROOT) -> int | None:
+def memory_limit(root: Path) -> int | None:
     """Return the lowest limit of this process's control group and its parents; None without a limit."""
     limits = [_number(folder / name) for folder, name in _groups(root, "memory")]
     return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)

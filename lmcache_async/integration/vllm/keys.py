@@ -288,7 +288,7 @@ class RequestKeys:
         }
         return [made[root] for root in self._roots]
 
-    def _hasher(self, root: bytes, extras: Sequence[Extra] = ()) -> ChunkHasher:
+    def _hasher(self, root: bytes, extras: Sequence[Extra]) -> ChunkHasher:
         return ChunkHasher(
             root,
             chunk_size=self.identity.chunk_size,
