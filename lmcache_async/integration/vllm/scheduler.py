@@ -631,6 +631,7 @@ class SchedulerConnector:
         computed = tracker.known_after(0)
         if tracker.tokens_to_hash(computed):
             self._client.hash(tracker.keys, computed)
+        computed = self._with_keys(tracker, computed)
         spans, dropped = tracker.finished(computed, self._pins.room)
         if dropped:
             self.metrics.skipped("blocks", dropped)
@@ -836,6 +837,7 @@ class SchedulerConnector:
         self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]
     ) -> None:
         tracker.skip_stored(self._client.epoch)
+        computed_tokens = self._with_keys(tracker, computed_tokens)
         needed = tracker.tokens_to_hash(computed_tokens)
         if not needed:
             return
@@ -844,6 +846,10 @@ class SchedulerConnector:
         spans = tracker.plan_stores(computed_tokens, self._stores.keys_in_flight, self._pins.room)
         self._add_stores(tracker, spans)
         self._add_boundaries(tracker, computed_tokens, states)
+
+    def _with_keys(self, tracker: RequestTracker, computed_tokens: int) -> int:
+        """The computed tokens that have keys or will have them soon. Without a connection to the workers none are hashed."""
+        return computed_tokens if self._client.connected else min(computed_tokens, tracker.keys.num_hashed)
 
     def _add_boundaries(
         self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]

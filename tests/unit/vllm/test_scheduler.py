@@ -958,6 +958,19 @@ def test_the_last_chunks_of_a_finished_request_wait_for_their_keys_with_their_bl
     assert bench.pool.get_num_free_blocks() == 1000
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_a_connection_to_the_workers_no_block_waits_for_keys(groups: int):
+    """For example if the engine of a worker could not be opened."""
+    bench = Bench(groups=groups)
+    bench.client.connected = bench.client.ready = bench.client.hashes = False
+    request = bench.request(20)
+    bench.step((request, 20))
+    bench.finish(request)
+
+    assert (bench.scheduler.pinned_blocks, bench.scheduler.has_work) == (0, False)
+    assert bench.pool.get_num_free_blocks() == 1000
+
+
 def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back():
     bench = Bench()
     bench.client.hashes = False
