@@ -354,19 +354,6 @@ async def test_a_record_that_fails_verification_is_counted_and_removed_from_its_
         assert stack.metrics.tier_counts()["t1.corrupt.checksum"] == 1
 
 
-async def test_a_tier_gets_the_reason_of_a_rejection(arena):
-    class Keeps(DictTier):
-        async def reject(self, key, cause):
-            self.rejected = (key, cause)
-            return True
-
-    tier = Keeps()
-    async with Opened(arena, tier) as stack:
-        await stack.discard(0, key_of(0), "tokens")
-
-        assert tier.rejected == (key_of(0), "tokens")
-
-
 async def test_a_removal_that_fails_is_counted(arena):
     class Stays(DictTier):
         async def remove(self, key):
