@@ -157,12 +157,12 @@ class RequestNamespace:
         return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
 
 
-def engine_root(text: str, algorithm: str, hash_key: bytes) -> bytes:
+def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
     """Return `Namespace.root` for the text of a namespace, as stored in records."""
     return _root(bytes(KEY_BYTES), text.encode("utf-8"), _ENGINE_MARK, algorithm, hash_key)
 
 
-def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: bytes) -> bytes:
+def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: bytes = b"") -> bytes:
     """Return the root, 16 bytes, of the keys of what a KV cache group needs to continue a request at a boundary.
 
     Args:
@@ -172,7 +172,9 @@ def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: byte
     return _root(engine_root, key, _BOUNDARY_MARK, algorithm, hash_key)
 
 
-def group_keys(engine_root: bytes, keys: Iterable[bytes], algorithm: str, hash_key: bytes) -> list[ChunkKey]:
+def group_keys(
+    engine_root: bytes, keys: Iterable[bytes], algorithm: str, hash_key: bytes = b""
+) -> list[ChunkKey]:
     """Return the keys, 16 bytes each, under which a further KV cache group of full attention is stored.
 
     Args:
