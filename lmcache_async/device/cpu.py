@@ -92,9 +92,9 @@ class CpuCopier:
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
-        await in_threads(
-            self._executor, [functools.partial(copy, part) for part in parts], at_once=not to_host
-        )
+        # A large load begins while others are planned; a small one takes no longer than the handover.
+        at_once = stream and not to_host
+        await in_threads(self._executor, [functools.partial(copy, part) for part in parts], at_once=at_once)
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
