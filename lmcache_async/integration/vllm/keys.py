@@ -232,7 +232,16 @@ class RequestKeys:
         self._group_roots = tuple(map(tuple, group_roots))
         self._hash_key = hash_key
         self._roots = tuple(roots)
-        self._hashers = {root: self._hasher(root, self.extras) for root in roots}
+        self._hashers = {
+            root: ChunkHasher(
+                root,
+                chunk_size=identity.chunk_size,
+                algorithm=identity.algorithm,
+                hash_key=hash_key,
+                extras=self.extras,
+            )
+            for root in roots
+        }
         self.request_namespace = request_namespace
         self.keys = (b"",) * len(roots)
 
@@ -287,15 +296,6 @@ class RequestKeys:
             for root in self._hashers  # ranks with equal roots have equal keys
         }
         return [made[root] for root in self._roots]
-
-    def _hasher(self, root: bytes, extras: Sequence[Extra]) -> ChunkHasher:
-        return ChunkHasher(
-            root,
-            chunk_size=self.identity.chunk_size,
-            algorithm=self.identity.algorithm,
-            hash_key=self._hash_key,
-            extras=extras,
-        )
 
     def _new_keys(self, hasher: ChunkHasher, piece: Tokens) -> bytes:
         if not self.extras:
