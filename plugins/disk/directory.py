@@ -40,7 +40,9 @@ QUARANTINE_FOLDER = "quarantine"
 QUARANTINE_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[a-z]+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_LOCK = "lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CANNOT_LOCK_DIRECTORIES = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
@@ -212,7 +214,7 @@ def lock_holder(directory: int) -> str:
     """
     try:
         descriptor = os.open(
-            "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
+            _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory
         )
     except OSError:  # never locked
         return ""
@@ -229,25 +231,20 @@ def lock_holder(directory: int) -> str:
 
 
 def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) -> bool:
-    """Return whether to use direct I/O: the option, or for `auto` the result of a trial file.
+    """Return whether to use direct I/O: the option, or for `auto` the result of a trial.
 
     Raises:
         ConfigError: Direct I/O is required and the file system refuses it.
     """
     if wanted is False:
         return False
-    name = f"{TEMPORARY_FOLDER}/{secrets.token_hex(KEY_BYTES)}.0"
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    # Without O_DIRECT: some file systems create the file before they refuse it.
-    os.close(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd))
     try:
-        descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=directory.fd)
         try:
-            with contextlib.closing(mmap.mmap(-1, PAGE)) as page:  # aligned
-                os.pwrite(descriptor, page, 0)
-                os.preadv(descriptor, [page], 0)
-        finally:
-            os.close(descriptor)
+            _try_direct_writes(directory.fd)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            _try_direct(directory.fd, _LOCK, os.O_RDONLY)  # a full file system can still be read
     except OSError as error:
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
             raise
@@ -257,10 +254,33 @@ def detect_direct(directory: RecordDirectory, wanted: bool | Literal["auto"]) ->
                 " set odirect to auto or false"
             ) from error
         return False
+    return True
+
+
+def _try_direct_writes(directory: int) -> None:
+    """Write and read a file by direct I/O, and delete it."""
+    name = f"{TEMPORARY_FOLDER}/{secrets.token_hex(KEY_BYTES)}.0"
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    # Without O_DIRECT: some file systems create the file before they refuse it.
+    os.close(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory))
+    try:
+        _try_direct(directory, name, os.O_RDWR)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory.fd)
-    return True
+            os.unlink(name, dir_fd=directory)
+
+
+def _try_direct(directory: int, name: str, access: int) -> None:
+    """Read the first page of a file by direct I/O, and write it before with O_RDWR."""
+    flags = access | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, dir_fd=directory)
+    try:
+        with contextlib.closing(mmap.mmap(-1, PAGE)) as page:  # aligned
+            if access == os.O_RDWR:
+                os.pwrite(descriptor, page, 0)
+            os.preadv(descriptor, [page], 0)
+    finally:
+        os.close(descriptor)
 
 
 def _lock_directory(directory: int, path: Path) -> int:
@@ -274,7 +294,7 @@ def _lock_directory(directory: int, path: Path) -> int:
         TierInUseError: Another process has locked it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open("lock", flags, 0o600, dir_fd=directory)
+    descriptor = os.open(_LOCK, flags, 0o600, dir_fd=directory)
     try:
         try:
             _lock_file(directory)
@@ -282,8 +302,7 @@ def _lock_directory(directory: int, path: Path) -> int:
             if error.errno not in _CANNOT_LOCK_DIRECTORIES:
                 raise
         _lock_file(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _write_holder(descriptor)
     except BlockingIOError as error:
         holder = _read_holder(descriptor)
         os.close(descriptor)
@@ -298,6 +317,18 @@ def _lock_directory(directory: int, path: Path) -> int:
 
 def _lock_file(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_holder(descriptor: int) -> None:
+    """Write the process id, which is only for messages: on a full file system the file stays empty."""
+    text = f"{os.getpid()}\n".encode()
+    try:
+        os.pwrite(descriptor, text, 0)  # over that of an earlier owner, which needs no room
+        os.ftruncate(descriptor, len(text))
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        os.ftruncate(descriptor, 0)
 
 
 def _read_holder(descriptor: int) -> str:

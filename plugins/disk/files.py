@@ -31,7 +31,6 @@ from lmcache_async.types import ChunkKey
 READ_PIECE_BYTES = 2 << 20
 """Large enough for the full speed of the disk, small enough for a record of 8 MiB to occupy four threads."""
 
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of opening a name that is a link, a socket, a pipe or a directory.
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.EISDIR})
 

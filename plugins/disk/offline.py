@@ -28,6 +28,7 @@ from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import (
+    NO_SPACE,
     QUARANTINE_FOLDER,
     QUARANTINE_NAME,
     TEMPORARY_FOLDER,
@@ -36,7 +37,7 @@ from lmcache_async.plugins.disk.directory import (
     RecordDirectory,
     lock_holder,
 )
-from lmcache_async.plugins.disk.files import NO_SPACE, RecordFiles, pieces, read_all
+from lmcache_async.plugins.disk.files import RecordFiles, pieces, read_all
 from lmcache_async.tiers.offline import LeftoverFile, OfflineOptions, OfflineStore, StoredRecord, Visit
 from lmcache_async.types import ChunkKey
 

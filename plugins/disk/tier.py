@@ -31,9 +31,8 @@ from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
-from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory, detect_direct
+from lmcache_async.plugins.disk.directory import NO_SPACE, Quarantine, RecordDirectory, detect_direct
 from lmcache_async.plugins.disk.files import (
-    NO_SPACE,
     DiskThreads,
     Failure,
     RecordFiles,

@@ -142,6 +142,12 @@ def full_disk(path: str) -> None:
                 _fill(ballast)
                 assert await rig.put(100) == "stored"  # replaces an old record
                 rig.check()
+                await rig.tier.__aexit__()
+                _fill(ballast)
+                await rig.tier.__aenter__()
+                assert await rig.get(100) == "hit"
+                assert await rig.put(101) == "stored"
+                rig.check()
                 await rig.tier.clear()
                 _fill(ballast)
                 assert [await rig.put(200), await rig.get(200)] == ["TierFullError", "miss"]

@@ -480,6 +480,20 @@ async def test_a_file_system_without_direct_io_is_found_out(config, arena, alloc
         assert await get(tier, allocate, 1)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("odirect", ["auto", True])
+async def test_a_directory_without_room_for_a_trial_opens(
+    config, arena, allocate, monkeypatch, odirect, code
+):
+    config = config.model_copy(update={"odirect": odirect})
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1)
+
+    FailingCall(monkeypatch, "pwrite").fail(code, times=1_000_000)
+    async with DiskTier(config) as tier:
+        assert await get(tier, allocate, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "path"),
     [
