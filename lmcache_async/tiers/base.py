@@ -157,7 +157,8 @@ class Tier(ABC, Generic[ConfigT]):
     config_type: ClassVar[type[TierConfig]] = TierConfig
 
     on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
-    """Callback for evictions. Set before the tier is opened; the tier calls it with the keys that it evicts."""
+    """Callback for removals by the tier itself. Set before the tier is opened; the tier calls it with the keys that it
+    evicts, or drops because their records are corrupt or missing."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config

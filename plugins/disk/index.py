@@ -223,6 +223,10 @@ class DiskIndex:
 
     def _report_evicted(self, keys: Sequence[ChunkKey]) -> None:
         self.evictions += len(keys)
+        self.report_removed(keys)
+
+    def report_removed(self, keys: Sequence[ChunkKey]) -> None:
+        """Publish that the tier has removed records by itself."""
         if keys and self.on_evicted is not None:
             self.on_evicted(keys)
 

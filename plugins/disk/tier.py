@@ -462,11 +462,13 @@ class RecordStore:
             line = "%s is corrupt (%s: %s); it is a miss and is not served again"
             self._logger.report(f"corrupt.{error.cause}", line, self._path(key), error.cause, error)
             if is_current:
+                self.index.report_removed([key])
                 with self._locks.locked_now([key]):
                     await self._reject(key, error.cause)
         elif isinstance(error, FileNotFoundError):
             if is_current and (taken := self.index.take(key)) is not None:
                 self.index.forget(taken)
+                self.index.report_removed([key])
         elif isinstance(error, OSError | TierError):
             raise TierUnavailableError(f"cannot read {self._path(key)}: {error}") from error
         else:
@@ -489,6 +491,7 @@ class RecordStore:
             if stat.S_ISREG(status.st_mode) and status.st_size == entry.nbytes:
                 return True
         await self._delete([key])
+        self.index.report_removed([key])
         return False
 
     async def _write(self, key: ChunkKey, view: memoryview, *, evict_bytes: int = 0) -> Failure | None:

@@ -130,7 +130,10 @@ async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(config, are
 
 
 async def test_a_deleted_file_is_a_miss_and_can_be_put_again(config, arena, allocate):
-    async with DiskTier(config) as tier:
+    removed = []
+    tier = DiskTier(config)
+    tier.on_evicted = removed.extend
+    async with tier:
         await put(tier, arena, 1, 2)
         path_of(config, 1).unlink()
         path_of(config, 2).unlink()
@@ -140,6 +143,7 @@ async def test_a_deleted_file_is_a_miss_and_can_be_put_again(config, arena, allo
         await put(tier, arena, 2)
         assert await get(tier, allocate, 2)
         assert tier.statistics().bytes == RECORD_BYTES
+        assert removed == [key_of(1), key_of(2)]
 
 
 async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, arena, monkeypatch):

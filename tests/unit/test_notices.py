@@ -1,6 +1,8 @@
 """Notices about chunks that tiers have stored and removed."""
 
+import os
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -70,18 +72,38 @@ async def test_notices_agree_with_the_content_of_the_tiers(tmp_path, disk_chunks
         assert not watcher.has["disk"]
 
 
-async def test_a_record_that_fails_verification_is_removed(tmp_path):
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[4096] ^= 255
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, 4096)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found_by"),
+    [
+        (flip, "retrieve"),
+        (truncate, "retrieve"),
+        (Path.unlink, "retrieve"),
+        (flip, "scrub"),
+        (Path.unlink, "scrub"),
+    ],
+)
+async def test_a_record_that_is_damaged_or_missing_is_removed(tmp_path, damage, found_by):
     rig, watcher = Rig(), Watching()
     async with opened(
         rig, watcher, tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}]
     ) as engine:
         await engine.store(TOKENS, SLOTS)
         assert len(watcher.has["disk"]) == 5
-        path = next(one for one in tmp_path.rglob("*") if one.is_file() and one.stat().st_size > 4096)
-        content = bytearray(path.read_bytes())
-        content[4096] ^= 255
-        path.write_bytes(content)
-        await engine.retrieve(TOKENS, SLOTS)
+        damage(next(one for one in tmp_path.rglob("*") if one.is_file() and one.stat().st_size > 4096))
+        if found_by == "scrub":
+            await engine.scrub()
+        else:
+            await engine.retrieve(TOKENS, SLOTS)
 
         await agree(engine, watcher, "disk")
         assert len(watcher.has["disk"]) == 4
