@@ -57,7 +57,7 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: a tier that refuses everything is promised",
         SCHEDULER,
-        "self._reaches_shared_tier = not chunks",
+        "self._reaches_shared_tier = False",
         "self._reaches_shared_tier = True",
         TEST_PROMISE,
     ),

@@ -239,13 +239,15 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     Attributes:
         copied: Number of ranks (or shards of the KV heads) that no longer read the blocks of the store.
-        unshared: For stores to be handed over that the tiers have answered, the number of chunks that did not
-            reach a tier that other processes read.
+        answered: For stores to be handed over, the number of ranks whose tiers have answered.
+        unshared: Of these, the number of chunks that did not reach a tier that other processes read. A store whose chunks
+            the tiers had before is missing, because it does not show whether they accept writes.
         notices: Chunks that the tiers of the first rank stored or removed.
         step: Number of the step that the report belongs to; 0 for none.
     """
 
     copied: Mapping[int, int]
+    answered: Mapping[int, int] = field(default_factory=dict)
     unshared: Mapping[int, int] = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
     step: int = 0
@@ -253,6 +255,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         return WorkerReport(
             _added(self.copied, other.copied),
+            _added(self.answered, other.answered),
             _added(self.unshared, other.unshared),
             self.notices + other.notices,
             max(self.step, other.step),

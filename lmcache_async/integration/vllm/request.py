@@ -587,12 +587,14 @@ class RequestTracker:
         """Plan the stores of a step, of chunks whose keys are known.
 
         Args:
-            in_flight: Keys of the first rank of chunks that are being stored. These are skipped.
+            in_flight: Keys of the first rank of chunks that are being stored. These are skipped, unless the request is handed
+                over: its promise depends on the tiers' answers to its own stores.
             room: Number of blocks that may still be pinned. Chunks that do not fit wait for a later step.
         """
         full, tail = self._due(computed_tokens)
         full = min(full, self.keys.num_hashed // self._policy.chunk_size)
-        return self._spans(full, tail and self.keys.tail is not None, in_flight, room)
+        skipped = () if self.hands_over else in_flight
+        return self._spans(full, tail and self.keys.tail is not None, skipped, room)
 
     def plan_boundaries(self, computed_tokens: int) -> list[int]:
         """Boundaries that a step reaches, at which the groups other than full attention are stored.

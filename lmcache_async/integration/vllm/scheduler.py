@@ -177,6 +177,8 @@ class StoreQueue:
         self._planned: list[_PlannedStore] = []
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
         self._copied: dict[int, int] = {}
+        self._answered: dict[int, int] = {}
+        self._unshared: dict[int, int] = {}
         self.keys_in_flight: set[bytes] = set()
 
     def add(
@@ -293,13 +295,28 @@ class StoreQueue:
 
     def copied(self, ranks: Mapping[int, int]) -> None:
         """More ranks have copied the blocks of these jobs."""
-        for job_id, count in ranks.items():
-            total = self._copied.pop(job_id, 0) + count
-            if total < self._world_size:
-                self._copied[job_id] = total
-                continue
+        for job_id in self._of_all_ranks(self._copied, ranks):
             self._pins.unpin(job_id)
             self.keys_in_flight.difference_update(self._job_keys.pop(job_id, ()))
+
+    def answered(self, ranks: Mapping[int, int], unshared: Mapping[int, int]) -> bool:
+        """The tiers of more ranks have answered these jobs; see `WorkerReport`.
+
+        Return whether all chunks of a job have reached shared tiers, on every rank.
+        """
+        for job_id, chunks in unshared.items():
+            self._unshared[job_id] = self._unshared.get(job_id, 0) + chunks
+        return 0 in [self._unshared.pop(job_id, None) for job_id in self._of_all_ranks(self._answered, ranks)]
+
+    def _of_all_ranks(self, counts: dict[int, int], ranks: Mapping[int, int]) -> list[int]:
+        """Add reports of ranks, by job, to `counts`. Return the jobs that every rank has reported now."""
+        complete = []
+        for job_id, count in ranks.items():
+            counts[job_id] = counts.get(job_id, 0) + count
+            if counts[job_id] >= self._world_size:
+                del counts[job_id]
+                complete.append(job_id)
+        return complete
 
     def _needed_tokens(self, store: _PlannedStore) -> int:
         span = store.span
@@ -608,7 +625,7 @@ class SchedulerConnector:
             self._others.step_ended(step, output.invalid_block_ids)
         if isinstance(report, WorkerReport):
             self._stores.copied(report.copied)
-            self.stores_answered(report.unshared)
+            self._stores_answered(report)
             self._notices.extend(report.notices)
             self.load_policy.prefill.end(report.step)
 
@@ -661,21 +678,6 @@ class SchedulerConnector:
                 tags = tracker.keys.tags
                 keys = tracker.keys.with_tags((*tags[: len(tags) - len(former)], *self._reset_tags))
             tracker.cache_reset(keys)
-
-    def stores_answered(self, unshared: Mapping[int, int]) -> None:
-        """Tiers have answered stores that are handed over: by job, the number of chunks that no shared tier has taken."""
-        for job_id, chunks in unshared.items():
-            self._reaches_shared_tier = not chunks
-            if not chunks:
-                continue
-            logger.report(
-                "unshared",
-                "%d chunks of a store did not reach a tier that other processes read;"
-                " consumers do not wait for this producer until a store does",
-                chunks,
-            )
-            for tracker in self._trackers.values():
-                tracker.store_not_shared(job_id)
 
     @property
     def has_work(self) -> bool:
@@ -832,6 +834,23 @@ class SchedulerConnector:
         return any(load.job.layerwise and load.local_tokens < local for load in self._loads.values())
 
     # Stores
+
+    def _stores_answered(self, report: WorkerReport) -> None:
+        """Tiers have answered stores that are handed over."""
+        if self._stores.answered(report.answered, report.unshared):
+            self._reaches_shared_tier = True
+        for job_id, chunks in report.unshared.items():
+            if not chunks:
+                continue
+            self._reaches_shared_tier = False
+            logger.report(
+                "unshared",
+                "%d chunks of a store did not reach a tier that other processes read;"
+                " consumers do not wait for this producer until a store does",
+                chunks,
+            )
+            for tracker in self._trackers.values():
+                tracker.store_not_shared(job_id)
 
     def _plan_stores(
         self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]

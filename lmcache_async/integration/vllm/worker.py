@@ -112,6 +112,7 @@ class Transfers:
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._copied: dict[int, int] = {}
+        self._answered: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
         self._loading: set[int] = set()  # jobs whose end is not reported yet
         self._storing: dict[
@@ -205,11 +206,12 @@ class Transfers:
             copied, self._copied = self._copied, {}
         return copied
 
-    def take_unshared(self) -> dict[int, int]:
-        """By store to be handed over that the tiers have answered, the number of chunks that no shared tier took."""
+    def take_answered(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Stores to be handed over that the tiers have answered, as `answered` and `unshared` of a `WorkerReport`."""
         with self._lock:
+            answered, self._answered = self._answered, {}
             unshared, self._unshared = self._unshared, {}
-        return unshared
+        return answered, unshared
 
     async def clear(self, epoch: int, memory_only: bool) -> int:
         """Clear the cache. Stores planned before `epoch` that arrive later are dropped."""
@@ -282,9 +284,11 @@ class Transfers:
             )
         finally:
             self._copies_ended([job])
-            if job.hand_over and unshared is not None:
+            if job.hand_over:
                 with self._lock:
-                    self._unshared[job.job_id] = unshared
+                    self._answered[job.job_id] = 1
+                    if unshared is not None:
+                        self._unshared[job.job_id] = unshared
 
     async def _store_part(self, job: Job, part: JobPart, fence: Fence | None) -> StoreReport:
         chunks, rows = self._chunks(job, part)
@@ -681,7 +685,7 @@ class RankEngine:
         """Report of this step: all events since the last call."""
         transfers = self.transfers
         notices = self._notices.take() if self._notices is not None else ()
-        return WorkerReport(transfers.take_copied(), transfers.take_unshared(), notices, step)
+        return WorkerReport(transfers.take_copied(), *transfers.take_answered(), notices, step)
 
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: what the engine counted since the last call."""
@@ -871,7 +875,7 @@ class WorkerConnector:
     def take_report(self) -> WorkerReport | None:
         step, self._step = self._step, 0
         report = reduce(WorkerReport.aggregate, [engine.take_report(step) for engine in self.engines])
-        return report if report.copied or report.unshared or report.notices or step else None
+        return report if report.copied or report.answered or report.notices or step else None
 
     def close(self) -> None:
         """Close the engines. Blocks for at most `shutdown_timeout_s` and one second."""

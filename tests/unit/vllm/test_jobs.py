@@ -56,9 +56,9 @@ def test_metadata_travels_by_pickle_and_is_small():
 
 def test_reports_of_ranks_add_up_and_are_truthy_or_vllm_would_drop_them():
     one, other = (
-        WorkerReport({1: 1, 2: 1}, {1: 0, 2: 1}, step=7),
-        WorkerReport({2: 1, 3: 1}, {1: 0, 2: 2}, step=7),
+        WorkerReport({1: 1, 2: 1}, {1: 1, 2: 1}, {1: 0, 2: 1}, step=7),
+        WorkerReport({2: 1, 3: 1}, {1: 1, 3: 1}, {1: 0, 2: 2}, step=7),
     )
 
     assert one
-    assert one.aggregate(other) == WorkerReport({1: 1, 2: 2, 3: 1}, {1: 0, 2: 3}, step=7)
+    assert one.aggregate(other) == WorkerReport({1: 1, 2: 2, 3: 1}, {1: 2, 2: 1, 3: 1}, {1: 0, 2: 3}, step=7)

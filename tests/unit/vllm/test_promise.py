@@ -10,9 +10,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
 from lmcache_async.integration.vllm.config import roles_of
+from lmcache_async.integration.vllm.jobs import WorkerReport
 from lmcache_async.integration.vllm.keys import PROMISE_FIELD, Promise
 from lmcache_async.integration.vllm.request import Roles
-from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, Bench, hit, spans, tracker
+from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, RANKS, Bench, hit, spans, tracker
 
 PRODUCER = Roles(hands_over=True)
 PROMISE = Promise("p", 20, "0" * 32, "1" * 32, 30.0)
@@ -125,8 +126,10 @@ def test_a_producer_offers_its_hits_to_the_tiers_that_lack_them():
     assert all(job.hand_over for job in jobs)
 
 
-def report(bench: Bench, unshared: dict[int, int]) -> None:
-    bench.scheduler.stores_answered(unshared)
+def report(bench: Bench, unshared: dict[int, int | None], *, ranks: int = RANKS) -> None:
+    """The tiers of some ranks answer stores: the chunks that no shared tier has taken; None if all were stored before."""
+    known = {job_id: chunks for job_id, chunks in unshared.items() if chunks is not None}
+    bench.report(answered=WorkerReport({}, dict.fromkeys(unshared, ranks), known))
 
 
 def test_chunks_that_reached_no_shared_tier_are_not_promised():
@@ -153,6 +156,45 @@ def test_while_nothing_reaches_a_shared_tier_nothing_is_promised():
     assert finish(bench, requests[1]) is None
     report(bench, {96: 0})
     assert finish(bench, requests[2]) is not None
+
+
+@pytest.mark.parametrize(
+    ("answers", "promised"),
+    [
+        ([0, 0], True),
+        ([0, None], True),
+        ([3, 0], False),
+        ([0, 3], False),
+        ([3, None], False),
+        ([None, None], False),
+    ],
+)
+def test_chunks_are_promised_again_once_a_store_has_reached_a_shared_tier_on_every_rank(
+    answers: list[int | None], promised: bool
+):
+    bench = Bench(roles=PRODUCER)
+    request = prefilled(bench, 20)
+    report(bench, {99: 1})
+    for unshared in answers:
+        report(bench, {98: unshared}, ranks=1)
+
+    assert (finish(bench, request) is not None) == promised
+
+
+@pytest.mark.parametrize(("unshared", "promised"), [(0, 20), (2, 0)])
+def test_a_promise_depends_on_the_answers_to_the_stores_of_its_own_request(unshared: int, promised: int):
+    """Another request stores the same chunks, and its store fails."""
+    bench = Bench(roles=PRODUCER)
+    first = bench.request(20)
+    second = Request("twin", first.prompt_token_ids, first.sampling_params, None)
+    bench.scheduler.on_new_request(second)
+    jobs = bench.step((first, 20), (second, 20)).stores
+    report(bench, {job.job_id: job.num_chunks for job in jobs if job.request_id == first.request_id})
+    report(bench, {job.job_id: unshared for job in jobs if job.request_id == second.request_id})
+    report(bench, {99: 0})
+
+    promise = finish(bench, second)
+    assert (promise.tokens if promise else 0) == promised
 
 
 # Promises in transit

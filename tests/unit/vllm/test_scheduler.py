@@ -185,12 +185,15 @@ class Bench:
         finished: set[str] | None = None,
         bad: set[int] = frozenset(),
         step: int = 0,
+        answered: WorkerReport | None = None,
     ) -> None:
         self.scheduler.update(
             SimpleNamespace(
                 invalid_block_ids=set(bad),
                 finished_recving=finished,
-                kv_connector_worker_meta=WorkerReport(copied or {}, step=step) if copied or step else None,
+                kv_connector_worker_meta=WorkerReport(copied or {}, step=step)
+                if copied or step
+                else answered,
             )
         )
 

@@ -334,16 +334,19 @@ def test_the_result_of_a_store_for_a_consumer_is_reported(
         worker.engine.store_report = report
     worker.begin_step(StepMetadata(stores=(replace(job(7), hand_over=True), job(8))))
     worker.start_stores()
+    answered: dict[int, int] = {}
     reported: dict[int, int] = {}
     seen: set[int] = set()
 
     def both_have_ended() -> bool:
         if (found := worker.take_report()) is not None:
+            answered.update(found.answered)
             reported.update(found.unshared)
             seen.update(found.copied)
-        return seen == {7, 8} and (unshared is None or 7 in reported)
+        return seen == {7, 8} and bool(answered)
 
     until(both_have_ended)
+    assert answered == {7: 1}
     assert reported == ({} if unshared is None else {7: unshared})
 
 
