@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason
+from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason, uses_tcp
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
@@ -95,6 +95,13 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 if isinstance(each, LookupAddress)  # MultiConnector passes those of other connectors too
                 for shard, address in enumerate(each.addresses)
             }
+            if not ranks and uses_tcp(side.config, self._vllm_config):
+                logger.report(
+                    "addresses",
+                    "all lookups are misses: vLLM's MultiConnector passes on the handshake of one connector, and not that of"
+                    " LMCacheAsyncConnector with the TCP addresses of the workers. If all workers are on this host, set"
+                    " vllm.lookup_transport to unix; otherwise remove the other connector (such as NixlConnector)",
+                )
             self._guard(lambda: side.connect(ranks), None)
 
     def on_new_request(self, request: Any) -> None:

@@ -387,6 +387,7 @@ class SchedulerConnector:
     MultiConnector may load tokens too.
 
     Attributes:
+        config: Configuration of the engines.
         load_policy: Decides how much of a hit is loaded.
         metrics: Counts of lookups and loads.
         tier_media: Where each tier stores records, by its id.
@@ -406,7 +407,7 @@ class SchedulerConnector:
         tier_media: Mapping[str, Medium] | None = None,
         beside_others: bool = False,
     ) -> None:
-        self._config = config
+        self.config = config
         self._groups = tuple(groups)
         self.roles = roles
         self._media = media or MediaIdentity()
@@ -662,11 +663,11 @@ class SchedulerConnector:
             )
         self._add_stores(tracker, spans)
         self._add_boundaries(tracker, computed, {})
-        return tracker.promise(self._config.store.timeout_s) if self._reaches_shared_tier else None
+        return tracker.promise(self.config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
         """reset_cache: KV that was computed before is not stored any more."""
-        mode = self._config.vllm.reset_cache
+        mode = self.config.vllm.reset_cache
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
         former = self._reset_tags
@@ -730,7 +731,7 @@ class SchedulerConnector:
         return self.metrics.take()
 
     def close(self) -> None:
-        self._client.close(min(self._config.shutdown_timeout_s, _CLOSE_S))
+        self._client.close(min(self.config.shutdown_timeout_s, _CLOSE_S))
 
     # Requests and lookups
 

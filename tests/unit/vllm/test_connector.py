@@ -21,6 +21,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     SupportsHMA,
     supports_hma,
@@ -237,6 +238,27 @@ def test_a_failed_load_is_recomputed_whatever_vllms_default_is(setup: Setup, mul
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert config.kv_transfer_config.is_kv_consumer  # for which vLLM defers frees
     assert connector.requires_kv_delivery is False  # a lost store is a later miss
+
+
+@pytest.mark.parametrize(("transport", "lines"), [("tcp", 1), ("unix", 0)])
+def test_workers_whose_addresses_do_not_arrive_are_reported_with_a_remedy(
+    setup: Setup, transport: str, lines: int, monkeypatch, caplog
+):
+    """MultiConnector passes on the handshake of the first connector that has one."""
+    monkeypatch.setattr(module, "logger", LimitedLogger(logging.getLogger("test.addresses")))
+    options = {**(setup.options or {}), "vllm.lookup_transport": transport}
+    setup = replace(setup, multi=True, options=options)
+    scheduler = KVConnectorFactory.create_connector(
+        vllm_config(setup), KVConnectorRole.SCHEDULER, kv_cache_config(setup)
+    )
+    with caplog.at_level(logging.WARNING, logger="test.addresses"):
+        for _ in range(2):
+            scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
+    scheduler.shutdown()
+
+    found = [record.message for record in caplog.records if record.name == "test.addresses"]
+    assert len(found) == lines
+    assert all("vllm.lookup_transport to unix" in line for line in found)
 
 
 @pytest.mark.parametrize("name", ["kv_load_failure_policy", "is_kv_consumer"])
