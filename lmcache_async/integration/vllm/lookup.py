@@ -122,14 +122,16 @@ class Answered:
 
     Attributes:
         believed: The promise is of this model and this prompt.
-        answered_at: Time on the monotonic clock; 0 if it is that of the question.
+        queried_at: Time at which the query that gave the answer was sent, on the monotonic clock. Its pins began later.
+        answered_at: Time at which the answer arrived.
     """
 
     request_id: str
     lookup_id: str
     answer: Answer
+    queried_at: float
+    answered_at: float
     believed: bool = False
-    answered_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -249,7 +251,7 @@ class LookupClient:
         name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
         lookup = Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
         if not self.ready:
-            self._answers.append(Answered(keys.request_id, name, MISS))
+            self._miss(keys, lookup)
             self.hash(keys, num_tokens)
             return lookup
         keys.requested = max(keys.requested, num_tokens)
@@ -334,11 +336,16 @@ class LookupClient:
     def _look_up(self, keys: RequestKeys, lookup: Lookup) -> None:
         self._hash(keys, lookup.num_tokens)
         if keys.num_hashed != lookup.num_tokens or lookup.epoch != self._cleared:
-            self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS, answered_at=self._clock()))
+            self._miss(keys, lookup)
             return
-        pending = PendingLookup(keys, lookup, keys.end_candidates())
+        pending = PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
         self._pending[lookup.lookup_id] = pending
         self._spawn(self._answer(pending))
+
+    def _miss(self, keys: RequestKeys, lookup: Lookup) -> None:
+        """Answer a lookup without a query. Called by both threads."""
+        now = self._clock()
+        self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS, now, now))
 
     async def _answer(self, pending: PendingLookup) -> None:
         lookup_id, answer = pending.lookup.lookup_id, MISS
@@ -351,12 +358,20 @@ class LookupClient:
             logger.log(logging.ERROR, repr(error), "lookup failed: %r; it is a miss", error, exc_info=True)
             pending.abandoned = True
         del self._pending[lookup_id]
+        self._answers.append(
+            Answered(
+                pending.keys.request_id,
+                lookup_id,
+                answer,
+                pending.queried_at,
+                self._clock(),
+                pending.believed,
+            )
+        )
         if pending.abandoned:
             self._unpin(lookup_id)
         elif answer.pinned:
             self._pinned.add(lookup_id)
-        request_id = pending.keys.request_id
-        self._answers.append(Answered(request_id, lookup_id, answer, pending.believed, self._clock()))
 
     def _hash(self, keys: RequestKeys, num_tokens: int) -> None:
         identities = [rank.identity for rank in self.ranks]
@@ -563,12 +578,14 @@ class RankConnection:
 class PendingLookup:
     """A lookup that is not answered yet. It is abandoned if the scheduler has released it.
 
-    `ends` are, per rank, the partial chunks that can follow the last full chunk.
+    `ends` are, per rank, the partial chunks that can follow the last full chunk. `queried_at` is the time at which the
+    last answered query was sent.
     """
 
     keys: RequestKeys
     lookup: Lookup
     ends: Sequence[Sequence[Chunk]]
+    queried_at: float
     abandoned: bool = False
     believed: bool = False
 
@@ -598,8 +615,7 @@ class PromiseWaiter:
             ValueError: The answer of a rank is invalid.
         """
         keys, lookup = pending.keys, pending.lookup
-        async with asyncio.timeout(self._timeout_s):
-            answer = await self._query(keys, lookup, pending.ends)
+        answer = await self._query_all(pending)
         promise = lookup.promise
         if promise is None:
             return answer
@@ -661,11 +677,17 @@ class PromiseWaiter:
 
     async def _query_again(self, pending: PendingLookup, former: Answer) -> Answer:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._query(pending.keys, pending.lookup, pending.ends)
+            return await self._query_all(pending)
         except TimeoutError:
             # The pins of the former answer may be gone, and the late answer may still pin.
             return replace(former, pinned=True, resident=False)
+
+    async def _query_all(self, pending: PendingLookup) -> Answer:
+        sent_at = self._clock()
+        async with asyncio.timeout(self._timeout_s):
+            answer = await self._query(pending.keys, pending.lookup, pending.ends)
+        pending.queried_at = sent_at
+        return answer
 
 
 class Query:

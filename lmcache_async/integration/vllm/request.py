@@ -249,13 +249,15 @@ class StoreSpan:
 class _LookupState:
     lookup: Lookup
     preemptions: int
-    answer: Answer | None = None
-    believed: bool = False
-    answered_at: float = 0.0
+    answered: Answered | None = None
     released: bool = False
     timed_out: bool = False
     verdict: Verdict | None = None
     verdict_local: int = -1
+
+    @property
+    def answer(self) -> Answer | None:
+        return self.answered.answer if self.answered is not None else None
 
     def release(self) -> Release | None:
         """Release the pins, once."""
@@ -379,9 +381,7 @@ class RequestTracker:
         """An answer of an earlier lookup of the request has no effect."""
         state = self._lookup
         if state is not None and state.lookup.lookup_id == answered.lookup_id:
-            state.answer = answered.answer
-            state.believed = answered.believed
-            state.answered_at = answered.answered_at
+            state.answered = answered
 
     def local_found(self, local_tokens: int) -> None:
         """VLLM found `local_tokens` leading tokens in its own prefix cache."""
@@ -429,26 +429,28 @@ class RequestTracker:
         state = self._lookup
         if state is None or self.load_failed or not ready:
             return Offer(0)
-        if state.answer is None:
+        if state.answered is None:
             if self._may_wait(state, now):
                 return Offer(None)
             late, state.timed_out = not state.timed_out, True
             return Offer(0, late=late)
-        hit = self._worth(state, state.answer)
+        hit = self._worth(state, state.answered)
         external = max(0, hit - self._local_tokens)
         # One token must be left to compute in the same step.
         fits = hit < self.num_tokens and external <= self._policy.layerwise_tokens
-        self._layerwise = state.answer.resident and fits
+        self._layerwise = state.answered.answer.resident and fits
         return Offer(external, is_async=external > 0 and not self._layerwise)
 
     def _is_old(self, state: _LookupState, now: float) -> bool:
-        if state.answer is None:
+        if state.answered is None:
             return False
-        age = now - max(state.lookup.asked_at, state.answered_at)
-        hit = state.answer.hit_tokens(self._policy.chunk_size)
+        hit = state.answered.answer.hit_tokens(self._policy.chunk_size)
         usable = state.lookup.num_tokens - (not self._policy.only_full)  # see `boundaries`
         complete = hit > usable - self._policy.block_size
-        return age > (self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S)
+        limit = self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S
+        # The answer of a slow lookup is used for some time too; otherwise the lookup would be repeated for ever.
+        used_for = now - state.answered.answered_at
+        return now - state.answered.queried_at > limit and used_for > min(limit, MISS_AGE_S)
 
     def _may_wait(self, state: _LookupState, now: float) -> bool:
         lookup = state.lookup
@@ -456,9 +458,10 @@ class RequestTracker:
             return False  # vLLM has the promised tokens itself
         return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
 
-    def _worth(self, state: _LookupState, answer: Answer) -> int:
+    def _worth(self, state: _LookupState, answered: Answered) -> int:
         """Leading tokens that are worth loading. Decided once for each number of local tokens."""
         if state.verdict is None or state.verdict_local != self._local_tokens:
+            answer = answered.answer
             hit = Hit(
                 answer.costs,
                 answer.hit_tokens(self._policy.chunk_size),
@@ -466,7 +469,7 @@ class RequestTracker:
                 self.num_tokens,
                 divisible=answer.boundary is None,
             )
-            state.verdict = self._policy.decide(self.request_id, hit, promised=state.believed)
+            state.verdict = self._policy.decide(self.request_id, hit, promised=answered.believed)
             state.verdict_local = self._local_tokens
         return state.verdict.tokens
 

@@ -322,8 +322,8 @@ def test_a_late_answer_is_a_miss_and_leaves_no_pins(ranks: Ranks, until):
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["late hit", "failed"])
-def test_an_answer_has_the_time_at_which_it_came(ranks: Ranks, stored: bool):
-    """A request repeats a lookup of a certain age. If that were the age of the question, a slow one would never end."""
+def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(ranks: Ranks, stored: bool):
+    """A request repeats a lookup of a certain age. If that were the age of the query alone, a slow one would never end."""
     ranks.client.close(5.0)
     time = [0.0]
     ranks.client = LookupClient(
@@ -331,14 +331,18 @@ def test_an_answer_has_the_time_at_which_it_came(ranks: Ranks, stored: bool):
     )
     ranks.serve_all()
     ranks.engines[0].broken = not stored
-    ranks.engines[0].gate = threading.Event()
+    queried, answers = threading.Event(), threading.Event()
+    ranks.engines[0].gate = SimpleNamespace(wait=lambda: queried.set() or answers.wait())
     lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    assert queried.wait(60)
     time[0] = 5.0
-    ranks.engines[0].gate.set()
+    answers.set()
 
-    answers: list[Answered] = []
-    ranks.until(lambda: bool(answers.extend(ranks.client.take_answers()) or answers))
-    assert [(each.lookup_id, each.answered_at) for each in answers] == [(lookup.lookup_id, 5.0)]
+    taken: list[Answered] = []
+    ranks.until(lambda: bool(taken.extend(ranks.client.take_answers()) or taken))
+    assert [(each.lookup_id, each.queried_at, each.answered_at) for each in taken] == [
+        (lookup.lookup_id, 0.0, 5.0)
+    ]
 
 
 def test_a_lookup_given_up_before_its_answer_leaves_no_pins(ranks: Ranks, until):

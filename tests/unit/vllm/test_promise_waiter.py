@@ -83,7 +83,7 @@ class Bench:
         """Return the answer and its time."""
         keys = opened_keys(tokens)
         lookup = Lookup("r#1", len(tokens), 0, now(), promise, wait_s)
-        pending = PendingLookup(keys, lookup, keys.end_candidates())
+        pending = PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
         answer = await self.waiting.answer(pending)
         return answer, pending, now()
 
@@ -128,9 +128,9 @@ def test_chunks_that_arrive_in_time_are_awaited_and_found_soon(at: float):
     async def test(bench: Bench) -> None:
         bench.put(PROMPT[:16], 0.0)
         bench.put(PROMPT, at, first=2)
-        answer, _, when = await bench.ask(WHOLE)
+        answer, pending, when = await bench.ask(WHOLE)
         assert answer.hit_tokens(CHUNK) == 30
-        assert at <= when <= at + LAST_PAUSE_S + STEPS_S
+        assert at <= pending.queried_at <= when <= at + LAST_PAUSE_S + STEPS_S
         assert (bench.counts.kept, bench.counts.late) == (1, 0)
 
     run(test)
@@ -225,7 +225,8 @@ def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
 def test_a_request_that_is_gone_is_not_waited_for():
     async def test(bench: Bench) -> None:
         keys = opened_keys(PROMPT)
-        pending = PendingLookup(keys, Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S), keys.end_candidates())
+        lookup = Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S)
+        pending = PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
         asking = asyncio.create_task(bench.waiting.answer(pending))
         await asyncio.sleep(0.3)
         pending.abandoned = True
@@ -242,8 +243,9 @@ def test_a_rank_that_hangs_makes_the_wait_no_longer_than_its_last_question(hangs
     async def test(bench: Bench) -> None:
         bench.put(PROMPT[:8], 0.0)
         bench.ranks[1].hangs_from = hangs_from
-        answer, _, when = await bench.ask(WHOLE)
+        answer, pending, when = await bench.ask(WHOLE)
         assert when <= WAIT_S + TIMEOUT_S + STEPS_S
+        assert pending.queried_at == AT_ONCE  # the last query has no answer
         assert (answer.chunks, answer.pinned, answer.resident) == (1, True, False)
 
     run(test)

@@ -58,7 +58,8 @@ def ask(tracker: RequestTracker, *, now: float = 0.0, epoch: int = 0, name: str 
 
 
 def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: Any) -> None:
-    tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **options))
+    times = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at}
+    tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **{**times, **options}))
 
 
 def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
@@ -70,6 +71,27 @@ def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
     assert tracker.offer(0.0, ready=True).tokens is None
     answer(tracker, second, MISS)
     assert tracker.offer(0.0, ready=True).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "queried_at", "answered_at", "now", "asks"),
+    [
+        (5, 0.0, 0.1, 14.9, False),
+        (5, 0.0, 0.1, 15.1, True),  # half of the time of the pins
+        (5, 0.0, 14.0, 15.9, False),
+        (5, 0.0, 14.0, 16.1, True),
+        (4, 0.0, 5.0, 6.9, False),
+        (4, 0.0, 5.0, 7.1, True),  # its prefix may have been stored since
+    ],
+)
+def test_a_lookup_is_repeated_when_its_pins_may_expire_or_more_may_be_stored(
+    chunks: int, queried_at: float, answered_at: float, now: float, asks: bool
+) -> None:
+    """The answer of a slow lookup is used for 2 s at least."""
+    tracker = tracker_of(40)
+    answer(tracker, ask(tracker), Answer(chunks), queried_at=queried_at, answered_at=answered_at)
+
+    assert tracker.refresh_lookup(now, 0, may_repeat=True).ask == asks
 
 
 def test_a_load_that_was_never_offered_cannot_start() -> None:
@@ -227,7 +249,7 @@ class TrackerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.open)))
         given = Answer(chunks, partial * BLOCK if chunks == 5 else 0, pinned=True)
         if name == str(self.names):
-            self.tracker.lookup_answered(Answered("r", name, given))
+            answer(self.tracker, self.open[name], given)
             self.offered = 0
 
     @precondition(lambda self: not self.done and not self.loading and self.offered is not None)

@@ -61,9 +61,8 @@ class Client:
         return lookup
 
     def answer(self, lookup: Lookup, answer: Answer, **options: Any) -> None:
-        self.answers.append(
-            Answered(self._request_ids[lookup.lookup_id], lookup.lookup_id, answer, **options)
-        )
+        given = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at, **options}
+        self.answers.append(Answered(self._request_ids[lookup.lookup_id], lookup.lookup_id, answer, **given))
 
     def take_answers(self) -> list[Answered]:
         answers, self.answers = self.answers, []
