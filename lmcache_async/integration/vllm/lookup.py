@@ -208,7 +208,7 @@ class LookupClient:
         self._loop = loop or uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[bool]] = set()
         self._thread: threading.Thread | None = None
         if loop is None:
             self._thread = threading.Thread(target=self._run, name="lmcache-async-lookup", daemon=True)
@@ -280,7 +280,7 @@ class LookupClient:
         """Start to clear every rank. Lookups are misses until all ranks are cleared."""
         self.epoch += 1
         epoch = self.epoch
-        self._post(lambda: self._spawn(self._clear_all(epoch, memory_only)))
+        self._post(lambda: self._spawn(_repeated(lambda: self._clear_all(epoch, memory_only))))
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread. It is a daemon thread, so one that hangs does not prevent the process from exiting."""
@@ -308,7 +308,7 @@ class LookupClient:
     async def _main(self) -> None:
         async with asyncio.TaskGroup() as group:
             self._group = group
-            tasks = [group.create_task(rank.run()) for rank in self.ranks]
+            tasks = [group.create_task(_repeated(rank.run)) for rank in self.ranks]
             self._run_calls()
             await self._stop.wait()
             self._group = None
@@ -319,7 +319,7 @@ class LookupClient:
         if self._group is None:
             work.close()
             return
-        task = self._group.create_task(work)
+        task = self._group.create_task(_guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -445,6 +445,22 @@ class LookupClient:
         return False
 
 
+async def _guarded(work: Coroutine[Any, Any, None]) -> bool:
+    """Run a task of the client. Return whether it has ended without an unexpected error, which is logged."""
+    try:
+        await work
+    except Exception as error:  # it must not end the other tasks
+        logger.log(logging.ERROR, repr(error), "lookup client: %r", error, exc_info=True)
+        return False
+    return True
+
+
+async def _repeated(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a task of the client, and start it again after an unexpected error."""
+    while not await _guarded(start()):  # noqa: ASYNC110 - an error is no event
+        await asyncio.sleep(LAST_RETRY_S)
+
+
 async def _until_answered(rank: RankConnection, message: Message) -> None:
     while await rank.call(message) is None:  # noqa: ASYNC110 - the other end is another process
         await asyncio.sleep(_CLEAR_RETRY_S)
@@ -513,8 +529,8 @@ class RankConnection:
         message_id = self._next_id
         future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
         self._waiting[message_id] = future
-        self.post({"id": message_id, **message})
         try:
+            self.post({"id": message_id, **message})
             return await future
         finally:
             del self._waiting[message_id]

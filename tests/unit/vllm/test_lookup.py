@@ -22,7 +22,14 @@ from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
-from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup, LookupClient, Query
+from lmcache_async.integration.vllm.lookup import (
+    Answer,
+    Answered,
+    Lookup,
+    LookupClient,
+    Query,
+    RankConnection,
+)
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
@@ -429,6 +436,35 @@ def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(r
     for rank in (0, 1):
         ranks.hold(rank, PROMPT)
     assert ranks.ask(PROMPT).chunks == 3
+
+
+@pytest.mark.parametrize("op", ["hello", "unpin", "clear"])
+def test_an_unexpected_error_of_one_task_does_not_end_the_others(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, op: str
+):
+    monkeypatch.setattr(lookup_module, "LAST_RETRY_S", 0.0)
+    post, failed = RankConnection.post, threading.Event()
+
+    def fail_once(rank: RankConnection, message: dict[str, object]) -> None:
+        if message["op"] == op and not failed.is_set():
+            failed.set()
+            raise RuntimeError("a bug of ours")
+        post(rank, message)
+
+    monkeypatch.setattr(RankConnection, "post", fail_once)
+    ranks.serve_all()
+    ranks.engines[0].gate = threading.Event()
+    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    ranks.client.release(lookup, None)  # unpinned by the task that waits for the answer
+    ranks.engines[0].gate.set()
+    ranks.wait(lookup)
+    ranks.client.reset(memory_only=True)
+    ranks.until(lambda: ranks.client.ready)
+    for rank in (0, 1):
+        ranks.hold(rank, PROMPT)
+
+    assert ranks.ask(PROMPT).chunks == 3
+    assert failed.is_set()
 
 
 def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
