@@ -97,7 +97,7 @@ def warm_command(
         async with contextlib.AsyncExitStack() as stack:
             opened, *targets = [
                 await stack.enter_async_context(
-                    open_store(spec.placed(None, tier), change=tier != slow, create=True)
+                    open_store(spec.placed(None, tier), change=tier != slow, create=tier != slow)
                 )
                 for tier in (slow, *fast)
             ]

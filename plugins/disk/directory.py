@@ -91,6 +91,14 @@ class RecordDirectory:
         """Open the directory for reading, beside its owner. Nothing is created."""
         self._fd = os.open(self.root, _DIRECTORY)
 
+    def used_by_tier(self) -> bool:
+        """Whether a tier has prepared the open directory, or it has a record."""
+        with contextlib.suppress(OSError):
+            os.stat("lock", dir_fd=self.fd, follow_symlinks=False)
+            with self.folder(TEMPORARY_FOLDER):
+                return True
+        return next(self.scan(), None) is not None
+
     def prepare(self) -> None:
         """Create missing directories and lock the root; also after it was deleted while open."""
         with self._preparing:  # two threads may find it missing at the same time

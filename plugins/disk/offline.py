@@ -163,7 +163,7 @@ class DiskRecords(OfflineStore):
         """Open the directory. Lock it if it is to be changed.
 
         Raises:
-            ConfigError: It has a directory for each rank or replica.
+            ConfigError: It has a directory for each rank or replica, or is not a directory of the disk tier.
             TierUnavailableError: It does not exist, is locked by another process, or cannot be read or
                 created.
         """
@@ -199,9 +199,9 @@ class DiskRecords(OfflineStore):
         """Open the directory and return the process that has it locked."""
         _check_ranks(self._root)
         try:
+            if not self._create:
+                _check_content(self._root)
             if self._change:
-                if not self._create:
-                    self._root.stat()
                 self._directory.prepare()
                 return ""
             self._directory.open_shared()
@@ -286,6 +286,17 @@ def _header(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
             yield scratch[:read]
             return
         nbytes = header_bytes
+
+
+def _check_content(path: Path) -> None:
+    """Refuse a directory that no disk tier has used. Nothing is created in it."""
+    with contextlib.closing(RecordDirectory(path)) as directory:
+        directory.open_shared()
+        if not directory.used_by_tier():
+            raise ConfigError(
+                f"{path} is not a directory of the disk tier: it has no records, and not both the file `lock` and the"
+                " directory `tmp`; name the `path` of a disk tier"
+            )
 
 
 def _check_ranks(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -66,6 +67,40 @@ def test_a_missing_directory_is_an_error_and_is_not_created(tmp_path, command):
     assert result.exit_code == 2, result.output
     assert "there is no directory" in result.output
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "gc {other}",
+        "gc {other} --dry-run",
+        "verify {other}",
+        "verify {other} --remove",
+        "inspect {other}",
+        "copy {other} {other}/../there",
+        "copy {other} {other}/../there --dry-run",
+        "warm --config {other}/../kv.yaml --prompts {other}/../prompts",
+    ],
+)
+def test_a_directory_of_other_files_is_refused_and_not_changed(tmp_path, command):
+    other = tmp_path / "other"
+    (other / "ab").mkdir(parents=True)
+    (other / "ab" / ("0" * 38)).write_text("an object of git")
+    (other / "lock").write_text("of a package manager")
+    (tmp_path / "prompts").write_text("[1, 2, 3]\n")
+    disks = [
+        {"name": "disk", "id": name, "path": str(tmp_path / name), "max_bytes": "1GiB"}
+        for name in ("new", "other")
+    ]
+    (tmp_path / "kv.yaml").write_text(json.dumps({"tiers": disks}))
+    before = {path: path.is_file() and path.read_text() for path in other.rglob("*")}
+
+    result = invoke(*command.format(other=other).split())
+
+    assert result.exit_code == 2, result.output
+    assert f"{other} is not a directory of the disk tier" in result.stderr
+    assert {path: path.is_file() and path.read_text() for path in other.rglob("*")} == before
+    assert not (tmp_path / "there").exists()
 
 
 def test_unreadable_records_are_deleted_unless_disabled(root):
