@@ -1,9 +1,9 @@
 """Store and load the KV cache of prompts under Hugging Face transformers, without vLLM.
 
-A prompt is computed once (prefill) by a Llama with random weights. Its KV lies in a paged cache, as in a serving
+A prompt is computed once (prefill) by a Llama with random weights. Its KV is in a paged cache, as in a serving
 engine, and lmcache-async stores it. The paged cache is cleared, the KV is loaded into other blocks, and decoding
-continues from there. The program prints the time of a prefill beside the time of a load, from host memory and
-from disk, and checks the result:
+continues from there. The program prints the time of a prefill and the times of a load from host memory and from
+disk, and checks the result:
 
 - the loaded KV is equal to the computed KV, bit for bit;
 - logits decoded from it are equal to those of the whole text computed at once, within the precision of bfloat16.

@@ -136,7 +136,7 @@ class Demo:
                 compare(plain, cached, rounds, self.cases, tell)
                 step("ending the vLLM process that has the cache")
                 cached.settle(2.0)
-            step("starting it anew")
+            step("starting it again")
             with self._engine("restarted", model, connector=self.options.connector) as restarted:
                 restarted.wait_ready()
                 tell("vLLM is up: restarted")
@@ -163,7 +163,7 @@ class Demo:
             document = documents.make_document(seed)
             text = tokenizer(document.text)["input_ids"][: self.options.tokens]
             if len(text) < self.options.tokens:
-                raise SystemExit(f"a document has only {len(text)} tokens; set --tokens to less")
+                raise SystemExit(f"a document has only {len(text)} tokens; lower --tokens")
             questions = (tokenizer(q, add_special_tokens=False)["input_ids"] for q in document.questions)
             rounds.append([text + question for question in questions])
         return rounds

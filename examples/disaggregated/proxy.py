@@ -102,9 +102,9 @@ class Proxy:
         try:
             body = await request.json()
         except ValueError as error:
-            return _error(400, f"the body is no JSON: {error}")
+            return _error(400, f"the body is not JSON: {error}")
         if not isinstance(body, dict):
-            return _error(400, "the body is no JSON object")
+            return _error(400, "the body is not a JSON object")
         refusal, told = await self._prefill(request, body)
         if refusal is not None:
             return refusal

@@ -21,15 +21,17 @@ STAGES = {
 TOKENS = list(range(20))
 
 
-class Kept(FakeRegistry):
-    """A tier `kept`, which stores records in the dict passed to it."""
+class DictRegistry(FakeRegistry):
+    """A registry with the two stages and a tier `dict`, which stores records in the given dict."""
 
     def __init__(self, records: dict[ChunkKey, bytes]) -> None:
-        class KeptTier(DictTier):
+        class SharedDictTier(DictTier):
             def __init__(self, config: DictConfig) -> None:
                 super().__init__(config, records=records)
 
-        super().__init__(tiers={"kept": KeptTier}, stages={"zlib": CompressStage, "unzlib": DecompressStage})
+        super().__init__(
+            tiers={"dict": SharedDictTier}, stages={"zlib": CompressStage, "unzlib": DecompressStage}
+        )
 
 
 async def store(records: dict[ChunkKey, bytes], *, noise: bool = False, stages: bool = True) -> torch.Tensor:
@@ -39,7 +41,7 @@ async def store(records: dict[ChunkKey, bytes], *, noise: bool = False, stages: 
         content = torch.randn(content.shape, generator=torch.Generator().manual_seed(1))
     rig.write(range(20), content)
     async with rig.open(
-        registry=Kept(records), tiers=["cpu", "kept"], **(STAGES if stages else {})
+        registry=DictRegistry(records), tiers=["cpu", "dict"], **(STAGES if stages else {})
     ) as engine:
         report = await engine.store(TOKENS, range(20))
         assert report.stored == 3
@@ -51,7 +53,7 @@ async def retrieve(records: dict[ChunkKey, bytes], content: torch.Tensor, *, sta
     """Return the number of tokens that another engine loads, after comparing them bit by bit."""
     rig = Rig(head_dim=32, slabs=32)
     async with rig.open(
-        registry=Kept(records), tiers=["cpu", "kept"], **(STAGES if stages else {})
+        registry=DictRegistry(records), tiers=["cpu", "dict"], **(STAGES if stages else {})
     ) as engine:
         hit = int((await engine.retrieve(TOKENS, range(40, 60))).sum())
     assert torch.equal(rig.read(range(40, 40 + hit)), content[:, :, :hit])
@@ -59,7 +61,7 @@ async def retrieve(records: dict[ChunkKey, bytes], content: torch.Tensor, *, sta
     return hit
 
 
-async def test_what_was_stored_comes_back_and_is_smaller_on_its_way() -> None:
+async def test_stored_records_are_smaller_and_loaded_unchanged() -> None:
     records: dict[ChunkKey, bytes] = {}
     content = await store(records)
     headers = [read_header(memoryview(record)) for record in records.values()]
@@ -68,7 +70,7 @@ async def test_what_was_stored_comes_back_and_is_smaller_on_its_way() -> None:
     assert await retrieve(records, content) == 20
 
 
-async def test_what_would_grow_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incompressible_record_is_stored_uncompressed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_async_zlib.LEVEL", 0)
     records: dict[ChunkKey, bytes] = {}
     content = await store(records, noise=True)
@@ -77,14 +79,14 @@ async def test_what_would_grow_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert await retrieve(records, content) == 20
 
 
-async def test_records_from_before_the_stages_were_named_are_hits() -> None:
+async def test_records_stored_without_the_stages_are_hits() -> None:
     records: dict[ChunkKey, bytes] = {}
     content = await store(records, stages=False)
 
     assert await retrieve(records, content) == 20
 
 
-async def test_an_engine_without_the_stages_misses_what_is_compressed() -> None:
+async def test_compressed_records_are_misses_without_the_stages() -> None:
     records: dict[ChunkKey, bytes] = {}
     content = await store(records)
 
@@ -104,7 +106,7 @@ async def test_a_flipped_bit_ends_the_prefix(place: int) -> None:
     assert second not in records
 
 
-def test_a_payload_of_another_length_is_refused_before_it_fills_the_memory() -> None:
+def test_a_payload_of_another_length_is_refused_without_decompressing_all_of_it() -> None:
     bomb = memoryview(zlib.compress(bytes(1 << 20)))
 
     for nbytes in (1 << 10, 1 << 21):
