@@ -54,7 +54,7 @@ class StoreReport:
         present: Chunks that were stored already.
         dropped: Chunks that no tier stored, by cause.
         tokens: Tokens of the stored chunks.
-        bytes: Payload bytes copied from the device.
+        bytes: Bytes of the records, including their headers.
         seconds: Time from the call until the last tier has finished.
         copy_seconds: Time from the call until device memory is no longer read.
     """

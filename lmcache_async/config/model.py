@@ -264,10 +264,10 @@ class RetrieveConfig(ChainConfig):
 
 
 class PluginsConfig(Section):
-    """Allowed sources of tiers and stages."""
+    """Allowed sources of tiers, layers and stages."""
 
     third_party: Flag = True
-    """Also use entry points of other distributions than lmcache-async."""
+    """Also use entry points of distributions other than lmcache-async."""
 
 
 class TracingConfig(Section):
@@ -409,7 +409,7 @@ class EngineConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     """Settings of the vLLM connector."""
     plugins: PluginsConfig = PluginsConfig()
-    """Allowed sources of tiers and stages."""
+    """Allowed sources of tiers, layers and stages."""
 
     @property
     def max_pending_write_bytes(self) -> int:

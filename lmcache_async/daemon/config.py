@@ -82,10 +82,10 @@ class DaemonConfig(Section):
         segment_bytes: Without effect; accepted, with a warning, in configurations of earlier versions.
         huge_pages: Request huge pages, if the kernel has them for shared memory.
         prefault: Touch all pages in the background after the start.
-        allow_uids: Other users whose processes may connect. The socket's mode is then 0666, and the daemon checks users.
+        allow_uids: Other users whose processes may connect. The socket's mode is then 0666; the daemon checks users.
         max_clients: Maximum number of connections; each rank of each engine has one.
         max_client_bytes: Maximum bytes of leases and reservations of one client; a quarter of the pool by default.
-        greeting_timeout_s: Maximum time until a new client has sent its first message, in seconds.
+        greeting_timeout_s: Maximum time for a new client to send its greeting, in seconds.
         tenants: Quotas by tenant.
         other_tenants: Quota of each tenant that `tenants` does not name; without `reserved_bytes`.
         http: Status page and metrics; off by default.

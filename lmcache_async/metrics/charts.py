@@ -17,7 +17,7 @@ Unit: TypeAlias = Literal["share", "bytes", "bytes/s", "tokens/s", "count"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counters and gauges at one moment (monotonic, in seconds), by names that only the source knows."""
+    """Counters and gauges at one moment (monotonic, in seconds), by names that the source chooses."""
 
     time: float
     values: Mapping[str, float]
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart; None where there is no value, such as a share of nothing."""
+    """One line of a chart; None where there is no value, such as a share without requests."""
 
     name: str
     values: Sequence[float | None]

@@ -70,7 +70,7 @@ class CallMetrics:
 
     calls: int = 0
     in_flight: int = 0
-    cancelled: int = 0  # by their caller, at a deadline or before; not part of `calls`
+    cancelled: int = 0  # of these, cancelled by their caller, at a deadline or before
     chunks: int = 0
     found: int = 0  # by lookups, reads and removals
     bytes: int = 0
@@ -137,7 +137,7 @@ class EngineMetrics(Metrics, Instrument):
 
     Attributes:
         recent: Recent requests for the status page; None if there is no page.
-        changed: Called after each store and retrieve.
+        changed: Called after each store and retrieve; None for no call.
         prompt_tokens: Tokens of all prompts; of a request without a plan, the tokens of its retrieve.
         local_tokens: Of these, tokens that the inference server had itself.
         decided: Requests by the decision about their hit.
@@ -247,7 +247,7 @@ class TierMetrics:
         metrics.sources.append(self._add_calls)
 
     def written(self, outcomes: Sequence[Exception | None]) -> None:
-        """Count the chunks of a write: for each None, or why the tier did not store it."""
+        """Count the chunks of a write. An outcome is None, or the error of a chunk that was not stored."""
         stored = outcomes.count(None)
         self.stored_chunks.value += stored
         if stored < len(outcomes):

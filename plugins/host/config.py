@@ -47,7 +47,7 @@ class HostConfig(TierConfig):
         max_lease_bytes: Limit of the leases and reservations of this engine, in bytes; by default, and at
             most, the limit of the daemon.
         copy_threads: Threads that copy records into the pool.
-        pin: Pin the pool for CUDA, in the background, if the engine pins its arena.
+        pin: Pin the pool for CUDA, in the background, if the arena is pinned.
         prefault: Map the pages of the pool in the background, so that first reads cause no page faults.
     """
 

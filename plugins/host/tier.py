@@ -82,7 +82,8 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Return leases of records in the daemon's memory, with one message per `MAX_ITEMS` keys.
 
-        `allocate` is not called. A chunk above this engine's limit of leases has a TierError by BudgetExceededError.
+        `allocate` is not called. A chunk above this engine's limit of leases gets a TierError caused by
+        BudgetExceededError.
         """
         del allocate
         with self._connected() as connection, read_results(0) as results:

@@ -37,8 +37,8 @@ class MooncakeConfig(TierConfig):
         url: Address of the master, `mooncake://host:port`.
         hostname: Name or address of this machine for the other members of the pool, optionally with a fixed
             port. The host name by default.
-        metadata: How the engine finds its peers: `P2PHANDSHAKE`, or the URL of a metadata server.
-        protocol: `tcp`, `rdma`, or another protocol of the installed build.
+        metadata: How members of the pool find each other: `P2PHANDSHAKE`, or the URL of a metadata server.
+        protocol: `tcp`, `rdma`, or another protocol of the installed Mooncake.
         devices: Names of RDMA devices, separated by commas; all devices if empty.
         segment_bytes: Memory that this process adds to the pool; 0 to only use the memory of other members.
         prefix: Prefix of all record names in the pool.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FIRST_S = 30.0
-"""Longest wait for the engine at the start, in seconds. It takes 20 s to reject its options."""
+"""Longest wait for Mooncake's client at the start, in seconds. It takes 20 s to reject its options."""
 _PAUSE_S = 1.0
 """Pause between two attempts to join, in seconds."""
 _CONNECT_S = 5.0
@@ -40,8 +40,8 @@ _PACKAGES = {
     "libcurl": "libcurl4",
 }
 _MEANINGS = {
-    -1: "internal error of the engine",
-    -10: "the engine is out of memory",
+    -1: "internal error of Mooncake's client",
+    -10: "Mooncake's client is out of memory",
     _FULL: "the pool is full: add segments, or let the master evict earlier",
     TOO_LONG: "invalid parameter",
     NOT_YET: "another client is writing the record",
@@ -70,10 +70,10 @@ class Pool:
         self._config = config
         self._arena = arena
         self._is_own = store is None
-        engine = _engine()
-        self._new_store = engine.MooncakeDistributedStore
+        mooncake = _client_module()
+        self._new_store = mooncake.MooncakeDistributedStore
         self._store = self._new_store() if store is None else store
-        self._replication = engine.ReplicateConfig()
+        self._replication = mooncake.ReplicateConfig()
         self._replication.replica_num = config.replicas
         self._reads = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-read")
         self._writes = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-write")
@@ -89,7 +89,7 @@ class Pool:
         """Join the pool. If its master does not answer, keep trying in the background.
 
         Raises:
-            TierError: The engine refuses the options or the memory.
+            TierError: Mooncake's client refuses the options or the memory.
         """
         first = asyncio.ensure_future(self._join())
         try:
@@ -208,7 +208,7 @@ class Pool:
             if self._is_own:
                 self._store.close()
             raise TierError(
-                f"the engine cannot register the arena's {nbytes} bytes for {self._config.protocol}: {_meaning(code)};"
+                f"Mooncake's client cannot register the arena's {nbytes} bytes for {self._config.protocol}: {_meaning(code)};"
                 " with rdma, check ulimit -l"
             )
         self._joined = True
@@ -216,7 +216,7 @@ class Pool:
     def _set_up(self) -> None:
         config = self._config
         host, _, port = config.master.rpartition(":")
-        try:  # the engine would try for minutes, and cannot be interrupted
+        try:  # the client would try for minutes, and cannot be interrupted
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         except OSError as error:
             raise TierUnavailableError(
@@ -274,8 +274,8 @@ async def _cancel(task: asyncio.Future[None]) -> None:
         task.exception()  # retrieved, so that asyncio does not log it
 
 
-def _engine() -> Any:
-    """Import the engine on first use, because it needs system libraries that may be missing."""
+def _client_module() -> Any:
+    """Import Mooncake's client on first use, because it needs system libraries that may be missing."""
     try:
         from mooncake import store
     except ModuleNotFoundError as error:
@@ -303,4 +303,4 @@ def _advice(failure: str) -> str:
 
 def _meaning(code: int) -> str:
     """Return the description of an error code."""
-    return f"{_MEANINGS.get(code, 'unknown error of the engine')} (code {code})"
+    return f"{_MEANINGS.get(code, 'unknown error')} (code {code})"

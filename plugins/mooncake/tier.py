@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
     """Stores records in a Mooncake Store, which transfers them between its segments and the registered arena.
 
-    A batch is a few calls of the engine, each in a thread, without a copy by the tier. The master decides
+    A batch is a few calls of Mooncake's client, each in a thread, without a copy by the tier. The master decides
     where records are stored and which are evicted. A record is visible when its put is complete.
 
     If a call is cancelled while a thread works on it, it ends when the thread has ended; records that were
@@ -83,8 +83,8 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
         """Join the pool. If its master does not answer, it is joined in the background.
 
         Raises:
-            MissingDependencyError: The engine, or a library that it needs, is not installed.
-            TierError: The engine refuses the options or the memory.
+            MissingDependencyError: Mooncake's client, or a library that it needs, is not installed.
+            TierError: Mooncake's client refuses the options or the memory.
         """
         pool = Pool(self.config, self._bound(), self._store)
         try:
@@ -111,7 +111,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
         allocate: Allocate,
         results: list[Buffer | TierError | None],
     ) -> None:
-        """Read records directly into new leases. The engine returns the length of each."""
+        """Read records directly into new leases. Mooncake's client returns the length of each."""
         leased: dict[int, Buffer] = {}
         try:
             for position in positions:
@@ -166,7 +166,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
 
 
 def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:
-    """Divide the positions into rounds without repeated keys, of which the engine fills only one buffer."""
+    """Divide the positions into rounds without repeated keys: in one call, only one buffer of a key is filled."""
     seen: collections.Counter[ChunkKey] = collections.Counter()
     rounds: list[list[int]] = []
     for position, key in enumerate(keys):

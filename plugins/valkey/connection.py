@@ -37,7 +37,7 @@ class Connection(asyncio.BufferedProtocol):
     """A connection, whose commands are answered in the order in which they were sent.
 
     While a record is transferred no other command may be under way. A command that fails or is cancelled
-    halfway leaves the connection out of step: `idle` stays False, and the connection must be aborted.
+    halfway leaves unread replies: `idle` stays False, and the connection must be aborted.
 
     Args:
         copies: Whether sent bytes are copied first. TLS transports keep references to them.
@@ -72,7 +72,7 @@ class Connection(asyncio.BufferedProtocol):
     def call(self, message: bytes, count: int) -> asyncio.Future[list[Reply]]:
         """Send commands and return a future of their `count` short replies.
 
-        If the future is cancelled, the replies are still received and dropped; the connection stays in step.
+        If the future is cancelled, the replies are still received and dropped; the connection can be used further.
         """
         replies = Replies(count)
         self._send(message, replies)

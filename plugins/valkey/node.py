@@ -91,7 +91,7 @@ class Node:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """Reserve a connection for one record. It is closed afterwards if it is out of step."""
+        """Reserve a connection for one record. It is closed afterwards if replies are outstanding."""
         seconds = self._config.transfer_timeout_s
         async with deadline(seconds, self.where, "free connection", "transfer_timeout_s"):
             await self._slots.acquire()
