@@ -95,14 +95,14 @@ AGAIN_S = 30.0
 def watch(seconds: float) -> Iterator[Callable[[], None]]:
     """Raise Hang in the block after `seconds` of real time without a call of the yielded function."""
 
-    def bark(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise Hang(f"no progress in {seconds} real seconds: a call blocks the event loop or never ends")
 
     def alive() -> None:
         # Repeated, because an exception is ignored in some callbacks, such as those of garbage collection.
         signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
 
-    before = signal.signal(signal.SIGALRM, bark)
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         alive()
         yield alive

@@ -98,7 +98,7 @@ async def test_cases_too_slow_for_the_profile_are_skipped_with_a_line():
 
     assert [row async for row in profile.profile(profile.QUICK, frame, TorchGpu(), -1)] == []
     assert len(frame.left_out) == 4
-    assert all("the time was over" in line for line in frame.left_out)
+    assert all("the time limit was reached" in line for line in frame.left_out)
 
 
 def test_calls_of_cuda_are_counted_by_kind():

@@ -28,8 +28,8 @@ RECORD_MIB = 2
 class Settings:
     """Attributes are options; see docs/benchmarks.md."""
 
-    path: str = option("", "directory to write in; that for temporary files by default", parse=str)
-    chunks: int = option(256, "records of 2 MiB that each store and each load moves")
+    path: str = option("", "directory to write in; by default that for temporary files", parse=str)
+    chunks: int = option(256, "records of 2 MiB of each store and each load")
 
 
 QUICK = Settings(chunks=2)

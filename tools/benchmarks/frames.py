@@ -76,7 +76,7 @@ class Stop:
     def __call__(self, *args: Any) -> Any:
         if self._first.acquire(blocking=False):
             thread = _stack(sys._getframe(1))
-            # Recorded on the loop's thread, after it has done everything else that it can.
+            # Recorded on the loop's thread, after all other callbacks that are ready.
             self._loop.call_soon_threadsafe(self._loop.call_later, 0.1, self._record, thread)
             self._recorded.wait(_WAIT_S)
         return self._call(*args)

@@ -302,7 +302,7 @@ def load_cases(copies: Copies, products: Products, count: int, chunks: int, prio
     Args:
         copies: The cache.
         products: The load.
-        count: Products submitted at one time.
+        count: Products submitted at once.
         chunks: Chunks of one batch. Batches follow each other for as long as the products last.
         priority: Priority of the side streams.
     """
@@ -389,11 +389,11 @@ def _gib_or_zero(text: str) -> int:
 class Settings:
     """Attributes with a help text are options; see docs/benchmarks.md."""
 
-    models: str = option(",".join(MODELS), "models, by name and with commas", parse=_models)
+    models: str = option(",".join(MODELS), "names of models, separated by commas", parse=_models)
     host_gib: int = option(
-        0, "GiB of host memory to pin at most; 0 for three quarters of what is free", parse=_gib_or_zero
+        0, "maximum GiB of pinned host memory; 0 for three quarters of the free memory", parse=_gib_or_zero
     )
-    products: int = option(100, "matrix products asked for at one time, as the load beside copies")
+    products: int = option(100, "matrix products submitted at once, as the load during copies")
     product_size: int = option(8192, "rows and columns of their matrices")
     chunks: tuple[int, ...] = field(default=(1, 8, 64))
     load_chunks: int = field(default=8)

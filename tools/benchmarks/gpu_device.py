@@ -113,7 +113,7 @@ class CudaGpu(Gpu):
             if not region.wait_prepared(_PIN_S) or region.pinned_bytes < nbytes:
                 raise ConfigError(
                     f"{nbytes >> 20} MiB of host memory could not be pinned: raise the limit on locked memory "
-                    "(ulimit -l), or say --host-gib with less"
+                    "(ulimit -l), or reduce --host-gib"
                 )
             yield np.frombuffer(region.view, np.uint8)
         finally:
@@ -195,7 +195,7 @@ class _HostProducts:
 
 @dataclass(slots=True)
 class _HostRunning:
-    """Products that have ended, but not at the first look, so that copies are made beside them."""
+    """Products that have ended, but not at the first query, so that some copies run concurrently."""
 
     mean_ms: float
     looks: int = 0

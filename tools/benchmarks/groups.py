@@ -1,4 +1,4 @@
-"""First token of a hit of a model with several KV groups, beside vLLM's own prefix cache and its OffloadingConnector.
+"""Time to the first token of a hit with several KV groups, compared with vLLM's prefix cache and OffloadingConnector.
 
 Three vLLM processes with the same model get the same prompt in turn: one without a connector, one with this connector
 and one with OffloadingConnector, whose copies run at once in place of a CUDA stream. Every answer must equal that of

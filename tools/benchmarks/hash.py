@@ -27,7 +27,7 @@ class Settings:
     """Attributes are options; see docs/benchmarks.md."""
 
     tokens: int = option(131072, "tokens of the prompt")
-    step: int = option(2048, "tokens of a step, where a prompt comes in steps")
+    step: int = option(2048, "tokens of a step of a growing prompt")
     chunk_size: int = option(256, "tokens of a chunk")
 
 

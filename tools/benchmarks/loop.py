@@ -39,7 +39,7 @@ CHUNK_TOKENS = 256
 class Settings:
     """Attributes with a help text are options; see docs/benchmarks.md."""
 
-    batch: int = option(16, "chunks of a batch: 32 MiB hold so many records of 2 MiB")
+    batch: int = option(16, "chunks of a batch; 32 MiB contain 16 records of 2 MiB")
     chunks: tuple[int, ...] = field(default=(64, 512, 4096, 16384))
     single: int = field(default=512)  # number of chunks, with batches of one chunk
     turns: int = field(default=1000)  # iterations of the loop, or thread hops, for one figure of a limit

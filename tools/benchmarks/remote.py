@@ -50,9 +50,9 @@ Limits = tuple[dict[str, "Probe"], dict[str, "Probe"]]
 class Settings:
     """Attributes with a help text are options; see docs/benchmarks.md."""
 
-    url: str = option("", "server to use; one on the loopback by default", parse=str)
-    mib: int = option(256, "MiB that each put and each get moves")
-    parallel: int = option(4, "connections, requests or threads at the same time")
+    url: str = option("", "server to use; by default one on the loopback", parse=str)
+    mib: int = option(256, "MiB of each put and each get")
+    parallel: int = option(4, "concurrent connections, requests or threads")
     part_mib: int = option(8, "MiB of a part in which s3 reads longer records")
     record_mib: tuple[int, ...] = field(default=(4, 32))
 

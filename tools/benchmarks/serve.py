@@ -115,12 +115,12 @@ class Settings:
         prompts: Number of new prompts that are sent at the same time.
     """
 
-    tokens: int = option(4098, "tokens of a prompt that is alone")
-    model: str = option("", "a model's name or folder; without it a small one is made", parse=str)
-    path: str = option("", "directory to write in; that for temporary files by default", parse=str)
+    tokens: int = option(4098, "tokens of a single prompt")
+    model: str = option("", "name or folder of a model; by default a small Llama is created", parse=str)
+    path: str = option("", "directory to write in; by default that for temporary files", parse=str)
     arena_mib: int = option(2048, "MiB of host memory for the cache")
-    parts: str = option(",".join(PARTS), "what is measured", parse=str)
-    connectors: str = option("", "peers beside ours, by name, or all", parse=str)
+    parts: str = option(",".join(PARTS), "parts to measure", parse=str)
+    connectors: str = option("", "peers to run, names separated by commas, or all", parse=str)
     shape: Shape = field(default_factory=Shape)
     prompts: int = field(default=10)
     mix: Mix = field(default=Mix(streams=4, stream_tokens=64, new=10, repeated=5, prompt_tokens=514))
@@ -223,7 +223,7 @@ def percentile(values: Sequence[float], part: float) -> float:
         ValueError: There are no values.
     """
     if not values:
-        raise ValueError("a percentile of nothing")
+        raise ValueError("there are no values")
     return sorted(values)[max(math.ceil(part * len(values)), 1) - 1]
 
 

@@ -487,7 +487,7 @@ CONNECTORS = (
     Connector(f"LMCacheConnectorV1{ON_DISK}", needs="lmcache"),
 )
 ITSELF = Connector(NO_CONNECTOR)
-"""A second vLLM without a connector. Differences of others that are as small as its own have no meaning."""
+"""A second vLLM without a connector. Smaller differences than its own are not significant."""
 
 
 def chosen_connectors(names: str) -> list[Connector]:
@@ -520,7 +520,5 @@ def choose(what: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f" did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"benchmark serve: there is no {what} {name!r};{hint} there are: {', '.join(names)}"
-            )
+            raise ConfigError(f"there is no {what} {name!r};{hint} there are: {', '.join(names)}")
     return tuple(name for name in names if name in given)

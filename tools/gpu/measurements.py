@@ -37,7 +37,7 @@ async def run_bench(given: argparse.Namespace, gpu: Gpu) -> None:
     async for row in bench.measure(settings, frame, gpu):
         rows.append(row.as_dict())
         if time.monotonic() > deadline:
-            frame.leave_out("the rest", "the time was over")
+            frame.leave_out("the rest", "the time limit was reached")
         save(given.json, {"rows": rows, "left_out": frame.left_out})
         if time.monotonic() > deadline:
             return

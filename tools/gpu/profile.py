@@ -72,7 +72,7 @@ async def profile(
             shape.chunk_bytes * settings.chunks, device_bytes=gpu.free_bytes(), host_bytes=gpu.host_bytes()
         )
         if time.monotonic() > deadline:
-            why = "the time was over"
+            why = "the time limit was reached"
         if why:
             frame.leave_out(_name(shape), why)
             continue
@@ -157,7 +157,7 @@ async def _host_time(copies: Copies, way: str, chunks: int) -> tuple[float, floa
 
 
 async def _count(settings: Settings, gpu: Gpu, shape: Shape) -> list[dict[str, Any]]:
-    """Return the calls of CUDA of one copy in each direction, beside its number of parts and pieces."""
+    """Return the calls of CUDA of one copy in each direction, with its number of parts and pieces."""
     chunks = settings.chunks
     rows = []
     gpu.trim()

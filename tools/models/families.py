@@ -26,11 +26,11 @@ class Family:
         options: Options of vLLM that it needs.
         rounds: It computes in bfloat16. The answer of a preempted request then differs in plain vLLM too, probably
             because tokens that were generated one by one are computed again in one step. It is not compared.
-        modes: Modes of its own, beside those of all families.
+        modes: Modes of this family, in addition to those of all families.
         without: Modes that it does not support, and the reason.
         images: Its prompts have an image or a video.
-        adapters: Number of LoRA adapters that its requests use in turn. Each batch uses adapters only: in one, vLLM's CPU
-            build answers requests without adapter otherwise than alone.
+        adapters: Number of LoRA adapters that its requests use in turn. All requests of a batch use one, because vLLM's CPU
+            build gives a request without adapter another answer in such a batch than alone.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Mutation tests: break one promise at a time in a copy of the source, and check that tests fail."""
+"""Mutation tests: remove one guarantee at a time from a copy of the source, and check that tests fail."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def main() -> int:
         tree = Path(name).resolve()
         copy_tree(tree)
         check_origin(tree)
-        tell(f"{len(chosen)} mutations; first the tests as they are")
+        tell(f"{len(chosen)} mutations; first the tests without a mutation")
         tests = sorted({test for mutation in chosen for test in mutation.tests})
         status, output = run_tests(tree, tests, TIMEOUT_S)
         if status:
             tell(output[-3000:])
-            tell("the tests fail without any mutation: nothing can be said")
+            tell("the tests fail without any mutation, so no mutation can be judged")
             return 1
         survivors = [mutation.name for mutation in chosen if not check(tree, mutation)]
-    tell(f"\n{len(chosen) - len(survivors)} of {len(chosen)} mutations were noticed")
+    tell(f"\n{len(chosen) - len(survivors)} of {len(chosen)} mutations were detected")
     for survivor in survivors:
-        tell(f"  not noticed: {survivor}")
+        tell(f"  not detected: {survivor}")
     return 1 if survivors else 0
 
 

@@ -41,7 +41,7 @@ DISAGGREGATED = (
         TEST_WAITER,
     ),
     Mutation(
-        "disaggregated: a hole before the last chunk is not detected",
+        "disaggregated: a missing chunk before the last one is not detected",
         LOOKUP,
         "while not self._query.keeps(promise, lookup, answer, size) and",
         "while not asks and",

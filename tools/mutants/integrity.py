@@ -40,7 +40,7 @@ LAYERWISE = (
         TEST_BESIDE_ANOTHER,
     ),
     Mutation(
-        "what another connector loads is stored",
+        "blocks that another connector loads are stored",
         "lmcache_async/integration/vllm/others.py",
         "                tracker.stores = False\n                start =",
         "                start =",
@@ -61,7 +61,7 @@ LAYERWISE = (
         ("tests/unit/vllm/test_simulated.py::test_a_hit_has_all_of_a_prompt_that_vllm_can_use",),
     ),
     Mutation(
-        "a forward that did not wait for every layer is believed",
+        "a forward pass that did not wait for every layer counts as loaded",
         "lmcache_async/integration/vllm/worker.py",
         "if self._unasked:",
         "if False:",
@@ -92,7 +92,7 @@ RECORDS = (
         TEST_RECORD,
     ),
     Mutation(
-        "what belongs to tokens (images) is not compared",
+        "the extra dependencies of tokens (images) are not compared",
         RECORD,
         " or header.extra != _bounded(chunk.extra)",
         "",

@@ -53,7 +53,7 @@ LEASES = (
         TEST_STACK,
     ),
     Mutation(
-        "chunks behind a hole are not released",
+        "chunks after a missing one are not released",
         STACK,
         "release_results(got[count:])",
         "pass",
@@ -74,14 +74,14 @@ LEASES = (
         ("tests/unit/test_arena_machine.py",),
     ),
     Mutation(
-        "memory evicts chunks in use",
+        "the cpu tier evicts chunks in use",
         "plugins/cpu/tier.py",
         "return buffer is not None and not buffer.shared",
         "return buffer is not None",
         ("tests/tiers/test_cpu.py",),
     ),
     Mutation(
-        "memory's capacity is not checked",
+        "the capacity of the cpu tier is not checked",
         "plugins/cpu/tier.py",
         "if len(self._chunks) >= self._max_slabs:",
         "if False:",
@@ -171,14 +171,14 @@ WAITS = (
         TEST_STACK,
     ),
     Mutation(
-        "a retrieve goes on behind a hole",
+        "a retrieve continues after a missing chunk",
         "lmcache_async/engine/builder.py",
         "ends=lambda report: bool(report.cause),",
         "ends=lambda report: False,",
         ("tests/unit/test_engine_integrity.py",),
     ),
     Mutation(
-        "a plan goes on behind a hole",
+        "a plan continues after a missing chunk",
         STACK,
         "return tuple(tiers[:prefix]), cause",
         "return tuple(tiers), cause",

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A change of the source that breaks a promise.
+    """A change of the source that removes a guarantee.
 
     Attributes:
         name: Description, matched by `--only`.

@@ -18,7 +18,7 @@ class Outcome:
     Attributes:
         name: Name of the campaign.
         counts: Counts of actions and observations, by description.
-        problems: Broken promises, at most `MAX_PROBLEMS`.
+        problems: Violated guarantees, at most `MAX_PROBLEMS`.
         seconds: Duration.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
             self.problem(text)
 
     def left(self, what: str, number: int, seconds: float) -> bool:
-        """Return whether the campaign goes on, and print its progress.
+        """Return whether the campaign continues, and print its progress.
 
         Args:
             what: Name of a count.
