@@ -254,6 +254,10 @@ class TierMetrics:
             for error in filter(None, outcomes):
                 self.dropped(error)
 
+    def promoted(self, outcomes: Sequence[Exception | None]) -> None:
+        """Count the chunks of a promotion that the tier has stored: each None."""
+        self.promoted_chunks.value += outcomes.count(None)
+
     def dropped(self, error: Exception) -> None:
         """Count a chunk that the tier did not store."""
         self._metrics.counter("tier_dropped_chunks_total", self._name, type(error).__name__).add()

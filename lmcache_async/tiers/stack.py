@@ -344,12 +344,10 @@ class TierStack:
                 _note_outcomes(causes, outcomes)
                 count(outcomes)
                 continue
-            futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s)
+            futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s, count=count)
             queued.append(futures)
             if stacked.tier.capabilities.shared:
                 shared.append(futures)
-            for future in futures:
-                future.add_done_callback(lambda done, count=count: count([done.result()]))  # type: ignore[misc]
         waiting, shared = _by_chunk(queued, len(items)), _by_chunk(shared, len(items))
         for position, cause in enumerate(causes):
             if waiting[position]:
@@ -371,11 +369,12 @@ class TierStack:
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
             if not (wanted and stacked.writable) or (self._encrypted and stacked.leaves_memory):
                 continue
+            count = self._counts[stacked.id].promoted
             if stacked.writer is not None:
-                await stacked.writer.submit(wanted, timeout_s=0.0, reserved=False)  # the room is a store's
+                # Without the room that is reserved, which is a store's.
+                await stacked.writer.submit(wanted, timeout_s=0.0, reserved=False, count=count)
             else:
-                outcomes = await stacked.tier.put(wanted)
-                self._counts[stacked.id].promoted_chunks.add(outcomes.count(None))
+                count(await stacked.tier.put(wanted))
 
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
         """Count a record that failed verification for `cause`, and reject it in the tier of index `tier`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,13 +149,21 @@ class TierWriter:
         self._budget.release(unused * self._chunk_bytes)
 
     async def submit(
-        self, items: Sequence[tuple[ChunkKey, Buffer]], *, timeout_s: float, reserved: bool = True
+        self,
+        items: Sequence[tuple[ChunkKey, Buffer]],
+        *,
+        timeout_s: float,
+        reserved: bool = True,
+        count: Callable[[Sequence[TierError | None]], object] | None = None,
     ) -> list[asyncio.Future[TierError | None]]:
         """Queue the chunks in order.
 
         If a chunk finds no room within `timeout_s`, it and all chunks after it are refused, so a prompt loses
         its end. Room that is reserved for a chunk is used if `reserved`. If the call is cancelled, chunks that are
-        queued stay queued.
+        queued stay queued and are counted.
+
+        Args:
+            count: Called with the outcome of each chunk that was queued or refused.
 
         Returns:
             For each chunk a future of None if it was stored, else of the error.
@@ -167,6 +175,8 @@ class TierWriter:
         for key, buffer in items:
             future: asyncio.Future[TierError | None] = loop.create_future()
             futures.append(future)
+            if count is not None:
+                future.add_done_callback(lambda done: count([done.result()]))
             if refusal is None and not self._take_room(key if reserved else None, buffer.nbytes):
                 refusal = await self._wait_for_room(buffer.nbytes, deadline - loop.time())
             if refusal is not None:

@@ -291,8 +291,18 @@ async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
 
 
 @pytest.mark.parametrize("verb", ["write", "promote"])
-async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_back(arena, verb):
-    tiers = [TurningTier(), TurningTier()]
+async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_back_and_is_counted(
+    arena, verb
+):
+    puts = Counter()
+
+    class CountedTier(TurningTier):
+        async def put(self, key, buffer):
+            await super().put(key, buffer)
+            puts[self] += 1
+
+    tiers = [CountedTier(), CountedTier()]
+    event = {"write": "stored", "promote": "promoted"}[verb]
     async with Opened(arena, *tiers, DictTier(), max_bytes=250, write_timeout_s=60) as stack:
 
         async def one(_):
@@ -308,6 +318,9 @@ async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_ba
         async for _ in cancelled_at_each_await(one):
             assert await stack.flush(timeout_s=5)
             assert arena.statistics().leased_slabs == 0
+            await turns(2)
+            counts = stack.metrics.tier_counts()
+            assert [counts[f"t{index}.{event}"] for index in range(2)] == [puts[tier] for tier in tiers]
         assert all(len(tier.records) == 6 for tier in tiers) or verb == "promote"
 
 
@@ -325,7 +338,7 @@ async def test_chunks_are_promoted_to_every_faster_tier_and_to_no_other(arena):
         assert await cpu.contains_many([key_of(n) for n in range(3)]) == [False, True, True]
         assert set(middle.records) == {key_of(2)}
         assert slow.records == {}
-        assert stack.metrics.tier_counts()["t0.promoted"] == 2
+        assert stack.metrics.tier_counts() == {"t0.promoted": 2, "t1.promoted": 1}
 
 
 async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
