@@ -80,7 +80,7 @@ class CpuCopier:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosedError("the copier is closed")
+            raise _closed()
 
     def close(self) -> None:
         self._closed = True
@@ -137,7 +137,7 @@ class CpuCopier:
     def _copy_alone(self, queue: PartQueue) -> None:
         """Copy a load that no thread has waited for."""
         if self._closed:
-            queue.withdraw()
+            queue.withdraw(_closed())
             return
         try:
             self._executor.submit(queue.work)
@@ -153,6 +153,10 @@ class CpuCopier:
                 group, start = self._groups[index], piece.offset + offset
                 payload = job.payload[start : start + len(where) * group.row_bytes]
                 group.copy(where, payload, to_host=to_host, stream=stream)
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the copier is closed")
 
 
 def _cannot_digest(job: CheckedJob) -> bool:

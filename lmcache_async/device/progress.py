@@ -136,11 +136,13 @@ class PartQueue:
             del part  # drops the reference to the payload before `done` is resolved
             self._ended(first, error)
 
-    def withdraw(self) -> None:
-        """Discard the parts that no thread has begun."""
+    def withdraw(self, error: BaseException | None = None) -> None:
+        """Discard the parts that no thread has begun. If there are any, `error` is set on `done`."""
         with self._lock:
-            self._whole = self._whole and not self._waiting
-            self._waiting.clear()
+            if self._waiting:
+                self._whole = False
+                self._error = self._error or error
+                self._waiting.clear()
         self._end_if_idle()
 
     def _take(self, planes: int | None) -> Part | None:

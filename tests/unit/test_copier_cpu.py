@@ -562,7 +562,7 @@ async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(
     assert len(ended) == 1
 
 
-async def test_an_unstarted_load_ends_when_the_copier_is_closed(monkeypatch):
+async def test_an_unstarted_load_fails_when_the_copier_is_closed(monkeypatch):
     monkeypatch.setattr(cpu, "ALONE_S", 0)
     cache = CacheForm().build(4)
     copier = CpuCopier(cache.layout, threads=1)
@@ -573,5 +573,6 @@ async def test_an_unstarted_load_ends_when_the_copier_is_closed(monkeypatch):
     await asyncio.sleep(0)
     copier.close()
 
-    await asyncio.wait_for(scatter, LONG_S)
+    with pytest.raises(EngineClosedError):
+        await asyncio.wait_for(scatter, LONG_S)
     assert all(map(torch.equal, cache.storages, before))
