@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from lmcache_async.config import EngineConfig, LoadedConfig, survey_config
+from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config
 from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
-from lmcache_async.engine.tiers import LayerMaker, make_tier, placed_layers
+from lmcache_async.engine.tiers import LayerMaker, add_arena_tier, make_tier, placed_layers
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -54,10 +54,13 @@ def problems(
     third_party = config.plugins.third_party
     layer_maker = LayerMaker(registry, config, default_logger(), EngineMetrics())
     of_tiers, rest = _Problems(), _Problems()
+    arena_tiers: list[TierSpec] = []
     for spec in config.tiers:
         in_arena = False
         with of_tiers.at(spec.where, spec.origin.part):
             in_arena = make_tier(spec, registry, third_party=third_party).capabilities.in_arena
+            if in_arena:
+                add_arena_tier(spec, arena_tiers)
         for layer in reversed(placed_layers(spec, spec.layers or ())):
             if layer.name != LEFT_OUT:
                 with of_tiers.at(layer.where, layer.origin.part):

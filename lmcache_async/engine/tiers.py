@@ -46,9 +46,12 @@ def stacked_tiers(
     layer_maker = LayerMaker(registry, config, logger, metrics or EngineMetrics())
     rank = namespace.rank if namespace.world_size > 1 else None
     stacked = []
+    arena_tiers: list[TierSpec] = []
     for spec in config.tiers:
         tier = make_tier(spec, registry, third_party=config.plugins.third_party, rank=rank, replica=replica)
         in_arena = tier.capabilities.in_arena
+        if in_arena:
+            add_arena_tier(spec, arena_tiers)
         handle = TierHandle(
             tier,
             name=spec.id,
@@ -69,6 +72,21 @@ def stacked_tiers(
             )
         stacked.append(StackedTier(spec.id, handle, writer))
     return stacked
+
+
+def add_arena_tier(spec: TierSpec, others: list[TierSpec]) -> None:
+    """Add a tier in the arena to the `others`.
+
+    Raises:
+        ConfigError: One of them is of the same kind. Each would keep the chunks of the other from eviction.
+    """
+    for other in others:
+        if other.name == spec.name:
+            raise ConfigError(
+                f"{spec.where}: the tier {other.id!r} keeps chunks in the arena too, and neither could evict chunks"
+                " that both have; remove one of them"
+            )
+    others.append(spec)
 
 
 def make_tier(
