@@ -221,8 +221,8 @@ class CacheEngine:
         A row is written as a whole or not at all.
 
         Returns:
-            Bool of shape (len(tokens),) on the CPU: True for each loaded token. It has the form F* T* F*,
-            except that tokens of a row -1 are always False.
+            Bool of shape (len(tokens),) on the CPU: True for each loaded token. Loaded tokens are
+            consecutive, except that tokens of a row -1 are always False.
         """
         ids = as_tokens(tokens)
         request = self._request(RetrieveRequest, ids, rows, mask, namespace, request_id, fence)

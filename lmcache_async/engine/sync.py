@@ -142,8 +142,8 @@ class LMCacheEngine:
         """Load the longest stored prefix into its slots; arguments and errors as in `store`.
 
         Returns:
-            Bool of shape (len(tokens),) on the CPU: True for each loaded token. It has the form F* T* F*,
-            except that tokens with slot -1 are always False.
+            Bool of shape (len(tokens),) on the CPU: True for each loaded token. Loaded tokens are
+            consecutive, except that tokens with slot -1 are always False.
         """
         engine, rows, options = self._transfer("retrieve", mask, kwargs)
         return self._wait(engine.retrieve(tokens, rows, **options))

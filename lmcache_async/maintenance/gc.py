@@ -37,9 +37,10 @@ def choose(
     selected: Sequence[StoredRecord],
     max_bytes: int | None,
 ) -> dict[str, list[StoredRecord]]:
-    """Return the victims by reason, each record once: those of `chosen`, then of `selected` for `room`.
+    """Return the records to delete by reason, each record once.
 
-    Victims for `room` are chosen until all records that stay have at most `max_bytes`.
+    These are the records of `chosen`, and for the reason `room` as many of `selected` as are needed for the rest to have at most
+    `max_bytes`.
     """
     victims: dict[str, list[StoredRecord]] = {}
     gone: set[StoredRecord] = set()

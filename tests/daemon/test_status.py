@@ -13,7 +13,7 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.testing.records import key_of
 from tests.support.daemons import ThreadedDaemon, socket_path
-from tests.support.http_talk import ask
+from tests.support.http_client import ask
 
 ON = {"listen": "127.0.0.1:0"}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from lmcache_async.engine.loop import LoopThread
-from tests.support.proxy import Door, Proxy
+from tests.support.proxy import Direction, Proxy
 
 STALL_S = 0.2
 """Minimum retransmission timeout of Linux."""
@@ -65,7 +65,7 @@ class Proxies:
         return proxy.port
 
 
-class _Way(Door):
+class _Way(Direction):
     """Both directions of the connections to a host."""
 
     def __init__(self, proxies: Proxies, host: str) -> None:

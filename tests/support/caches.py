@@ -87,7 +87,7 @@ async def check_rows_of_two_sizes(
     device: str = "cpu",
     payload: Callable[[int], Payload] = host_payload,
 ) -> None:
-    """Layers of different content: the places of rows in staging come from the table."""
+    """Check layers with rows of different sizes, whose offsets in staging memory come from the table."""
     wide, narrow = torch.randn(4, 2, 4, 16, device=device), torch.randn(4, 1, 4, 6, device=device).half()
     layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
     job = job_of(layout, [2, 0, 3], payload)

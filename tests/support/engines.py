@@ -30,7 +30,7 @@ async def store(rig, engine, tokens, **options):
 
 
 async def retrieve(rig, engine, tokens, **options):
-    """Load the prompt into the last slots and return the mask. What it says is there, and no other slot is written."""
+    """Load the prompt into the last slots and return the mask, after checking the content of all slots."""
     rig.wipe()
     slots = list(range(rig.num_slots - 1, rig.num_slots - 1 - len(tokens), -1))
 
@@ -44,7 +44,7 @@ async def retrieve(rig, engine, tokens, **options):
 
 
 async def hits(rig, engine, tokens, **options):
-    """Load the prompt as `retrieve` does and return the number of its tokens that are there."""
+    """Load the prompt as `retrieve` does and return the number of loaded tokens."""
     return sum(await retrieve(rig, engine, tokens, **options))
 
 

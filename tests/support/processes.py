@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 def accepts(port: int) -> bool:
-    """Whether a server listens on the port. Raise OSError if not."""
+    """Return True if a server listens on the port. Raise OSError otherwise."""
     socket.create_connection(("127.0.0.1", port)).close()
     return True
 

@@ -32,7 +32,7 @@ def install(source: Path, target: Path) -> None:
 def run_tests(project: Path, *, site: Path | None = None) -> None:
     """Run the project's own tests with what is installed in `site`. All must pass, and none be skipped.
 
-    Of pytest's plug-ins it has the one that the test kit needs; ours are not loaded.
+    The only pytest plug-in is the one that the test kit needs. Those of this repository are not loaded.
     """
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory) / "tests.py"

@@ -14,8 +14,8 @@ from lmcache_async.testing.steps import DEADLINE_S
 _PIECE = 1 << 16
 
 
-class Door:
-    """One direction. It passes bytes while open, and breaks a connection after `break_after` bytes."""
+class Direction:
+    """One direction of a proxy. It passes bytes while open, and breaks a connection after `break_after` bytes."""
 
     def __init__(self) -> None:
         self.break_after: int | None = None
@@ -48,7 +48,7 @@ class Door:
             if self.break_after is not None and passed + len(piece) > self.break_after:
                 writer.write(piece[: self.break_after - passed])
                 await writer.drain()
-                raise ConnectionAbortedError("broken as told")
+                raise ConnectionAbortedError("broken by the test")
             passed += len(piece)
             writer.write(piece)
             await writer.drain()
@@ -67,8 +67,8 @@ class Proxy:
     """
 
     def __init__(self, server_port: int, *, tls: ssl.SSLContext | None = None) -> None:
-        self.requests = Door()
-        self.answers = Door()
+        self.requests = Direction()
+        self.answers = Direction()
         self.refuses = False
         self.answer = b""
         self.most_waiting = 0

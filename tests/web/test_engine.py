@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RequestPlan
-from tests.support.http_talk import DEADLINE_S, ask
+from tests.support.http_client import DEADLINE_S, ask
 
 ON = {"http.listen": "127.0.0.1:0"}
 TOKENS = list(range(40))

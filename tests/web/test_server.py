@@ -16,7 +16,7 @@ from lmcache_async.metrics import http
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.server import StatusServer
 from tests.support.certificates import Authority
-from tests.support.http_talk import DEADLINE_S, ask
+from tests.support.http_client import DEADLINE_S, ask
 from tests.support.secret_files import secret_file
 from tests.web.fake_source import FakeSource
 

@@ -118,7 +118,7 @@ class TierRig:
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
         while (leased := self.arena.statistics().leased_slabs) != (kept := self._kept_in_arena()):
             assert asyncio.get_running_loop().time() < deadline, (
-                f"{leased} slabs of the arena are leased, and the tier keeps {kept} chunks there: a lease leaks"
+                f"{leased} slabs of the arena are leased, but the tier keeps {kept} chunks there: a lease was not released"
             )
             await asyncio.sleep(0)
 

@@ -120,11 +120,11 @@ def _bytes_within_limit(limited: TierRig) -> int:
 class SuffixEvictionConformance(LimitedCases):
     """Tests of eviction in LRU order, suffixes before their prefixes.
 
-    An additional base beside TierConformance, for tiers that use LRUPolicy or follow the same order. The
+    A second base class in addition to TierConformance, for tiers that use LRUPolicy or follow the same order. The
     limited tier must have a capacity of exactly six full records.
     """
 
-    async def test_a_full_tier_keeps_what_is_newest(self, limited: TierRig | None) -> None:
+    async def test_a_full_tier_keeps_the_newest_chunks(self, limited: TierRig | None) -> None:
         assert limited is not None, "a tier that evicts has a limit: override `limit`"
         await limited.put(*range(3 * ROOM))
         held = await limited.stored(range(3 * ROOM))
@@ -133,7 +133,7 @@ class SuffixEvictionConformance(LimitedCases):
         assert limited.statistics.evictions == 2 * ROOM
         assert await limited.holds(*held)
 
-    async def test_use_keeps_a_chunk(self, limited: TierRig | None) -> None:
+    async def test_a_used_chunk_is_evicted_after_unused_ones(self, limited: TierRig | None) -> None:
         assert limited is not None
         await limited.put(*range(ROOM))
         assert await limited.holds(0)

@@ -149,7 +149,7 @@ class ContentCases(Cases):
         await rig.check_leases()
         assert await rig.holds(1)
 
-    async def test_many_records_are_not_mixed_up(self, rig: TierRig) -> None:
+    async def test_each_of_many_records_is_found_by_its_own_key(self, rig: TierRig) -> None:
         rig.length = lambda number: number % 50
         batch = 32
         for start in range(0, self.many_keys, batch):
@@ -175,7 +175,7 @@ class BatchCases(Cases):
             ((1, 2, 1), (2, 1, 2)),
             (range(ARENA_SLABS // 2), range(ARENA_SLABS // 2)),
         ],
-        ids=["holes", "repeated keys", "more than max_concurrency"],
+        ids=["missing keys", "repeated keys", "more than max_concurrency"],
     )
     async def test_batches_of_any_size_keep_their_order(
         self, rig: TierRig, puts: Sequence[int], asked: Sequence[int]
@@ -206,7 +206,7 @@ class BatchCases(Cases):
         await _check_got(rig, range(6), await rig.get_many(range(6), scarce))
         assert await rig.holds(5)
 
-    async def test_a_prefix_ends_at_the_first_hole(self, rig: TierRig) -> None:
+    async def test_a_prefix_ends_at_the_first_missing_chunk(self, rig: TierRig) -> None:
         await rig.put(0, 1, 3)
         keys = [key_of(number) for number in range(5)]
 

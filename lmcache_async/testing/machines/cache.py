@@ -110,10 +110,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     - The slots of every token that a retrieve reports hold the KV that was stored for these tokens in this
       namespace. No other slot is changed.
-    - A mask has the form F* T* F*.
+    - A mask is True for at most one run of tokens.
     - No hit is longer than the longest prefix of the prompt that was ever stored in its own namespace.
     - Stored chunks are found, unless a tier is full or failed, or chunks were evicted.
-    - An eviction makes no hit longer.
+    - A hit is never longer after an eviction.
     - No tier exceeds its capacity.
     - A call that is cancelled at any await ends. After every call, only tiers and pins hold leases, every
       queue is empty, and nothing runs.
@@ -305,7 +305,9 @@ class CacheMachine(RuleBasedStateMachine):
         got = await self.engine.retrieve(tokens, slots, mask=mask, namespace=SPACES[space])
 
         hit = [position for position, there in enumerate(got.tolist()) if there]
-        assert hit == list(range(skip, skip + len(hit))), f"the mask {got.tolist()} is not F* T* F*"
+        assert hit == list(range(skip, skip + len(hit))), (
+            f"the mask {got.tolist()} is not True for one run of tokens"
+        )
         assert skip + len(hit) <= max(skip, self.prompts[space].longest(tokens)), "a hit of unstored tokens"
         expected = self._content(tokens, space)[:, :, hit]
         assert torch.equal(self.rig.read([slots[position] for position in hit]), expected), "wrong bytes"

@@ -1,4 +1,4 @@
-"""An HTTP client on a plain socket that shows all of a server's response."""
+"""An HTTP client on a plain socket, which returns the complete response of a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEADLINE_S = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Response:
     status: int
     headers: dict[str, str]
     body: bytes
@@ -29,7 +29,7 @@ async def ask(
     method: str = "GET",
     headers: dict[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
-) -> Heard:
+) -> Response:
     """Send one request and read until the server closes the connection."""
     parts = urlsplit(url)
     given = {"Host": parts.netloc, **(headers or {})}
@@ -40,13 +40,13 @@ async def ask(
         )
         try:
             writer.write("\r\n".join(lines).encode("latin-1"))
-            return understand(await reader.read())
+            return parse_response(await reader.read())
         finally:
             writer.close()
 
 
-def understand(content: bytes) -> Heard:
+def parse_response(content: bytes) -> Response:
     head, _, body = content.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return Heard(int(first.split()[1]), headers, body)
+    return Response(int(first.split()[1]), headers, body)
