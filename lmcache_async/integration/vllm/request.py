@@ -326,11 +326,6 @@ class RequestTracker:
         return self._may_load and not self._request.skip_reading_prefix_cache
 
     @property
-    def next_chunk(self) -> int:
-        """Index of the first chunk that is not stored yet."""
-        return self._cursor.next_chunk
-
-    @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         return self._request.num_tokens

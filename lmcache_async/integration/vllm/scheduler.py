@@ -702,10 +702,6 @@ class SchedulerConnector:
         return len(self._trackers)
 
     @property
-    def pinned_blocks(self) -> int:
-        return self._pins.pinned_blocks
-
-    @property
     def ready(self) -> bool:
         return self._client.ready
 
