@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import PAGE, Buffer
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.registry import TIERS, Registry
@@ -77,6 +77,11 @@ def open_store(spec: StoreSpec, *, change: bool, create: bool = False) -> Offlin
         if spec.tier is not None:
             raise ConfigError(
                 f"--tier {spec.tier} and the directory {spec.path} exclude each other; name one of them"
+            )
+        if re.match("[a-z0-9+.-]{2,}:/", str(spec.path), re.IGNORECASE) and not spec.path.exists():
+            raise ConfigError(
+                f"{spec.path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
+                ' {"name": "valkey", "url": "valkey://host:6379"}'
             )
         return _directory_store(spec.path, spec.rank, options, third_party=third_party)
     if spec.tier is None:
@@ -174,10 +179,9 @@ class TierStore(OfflineStore):
         self.in_flight = options.in_flight
         self._tier = tier
         self._timeout_s = timeout_s
+        # Two for each call: one past its deadline keeps its buffer until it ends.
+        self._arena = options.make_arena(2 * self.in_flight + 2)
         self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
-        slab_bytes = -(-options.max_record_bytes // PAGE) * PAGE
-        slabs = 2 * self.in_flight + 2  # a call past its deadline keeps its buffer until it ends
-        self._arena = Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
 
     async def list(self) -> Sequence[StoredRecord]:
         self._require(self._tier.capabilities.lists, "list its records")

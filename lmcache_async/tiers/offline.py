@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias, TypeVar
 
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.errors import ConfigError
+from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -58,6 +60,20 @@ class OfflineOptions:
     in_flight: int
     max_record_bytes: int
     create: bool = False
+
+    def make_arena(self, slabs: int) -> Arena:
+        """Allocate memory for this number of records.
+
+        Raises:
+            ConfigError: It cannot be allocated.
+        """
+        slab_bytes = pages(self.max_record_bytes)
+        try:
+            return Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
+        except ConfigError:
+            raise ConfigError(
+                f"cannot allocate memory for {slabs} records of {slab_bytes} bytes: lower --max-record-bytes or --in-flight"
+            ) from None
 
 
 class OfflineStore(ABC):

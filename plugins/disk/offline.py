@@ -22,7 +22,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer, pages
+from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES, peek_sizes
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_thread
@@ -64,10 +64,8 @@ class DiskRecords(OfflineStore):
         self.name = str(config.root)
         self.in_flight = options.in_flight
         self._root = config.root
-        self._change = options.change
-        self._create = options.create
+        self._options = options
         self._max_bytes = config.max_bytes
-        self._slab_bytes = options.max_record_bytes
         self._sizes: dict[ChunkKey, int] | None = None
         self._used_bytes = 0
         self._directory = RecordDirectory(config.root)
@@ -95,7 +93,7 @@ class DiskRecords(OfflineStore):
         buffer = await self.allocate(record.nbytes)
         if buffer is None:
             raise TierError(
-                f"record {record.key.hex()} has {record.nbytes} bytes, more than the {self._slab_bytes} of"
+                f"record {record.key.hex()} has {record.nbytes} bytes, more than the {self._options.max_record_bytes} of"
                 " --max-record-bytes"
             )
         with contextlib.ExitStack() as undo:
@@ -108,12 +106,10 @@ class DiskRecords(OfflineStore):
         return buffer
 
     async def allocate(self, nbytes: int) -> Buffer | None:
-        if nbytes > min(self._slab_bytes, MAX_RECORD_BYTES):
+        if nbytes > min(self._options.max_record_bytes, MAX_RECORD_BYTES):
             return None
         if self._arena is None:
-            slab_bytes = pages(self._slab_bytes)
-            slabs = self.in_flight + 2
-            self._arena = Arena(slabs * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
+            self._arena = self._options.make_arena(self.in_flight + 2)
         return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
 
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
@@ -199,9 +195,9 @@ class DiskRecords(OfflineStore):
         """Open the directory and return the process that has it locked."""
         _check_ranks(self._root)
         try:
-            if not self._create:
+            if not self._options.create:
                 _check_content(self._root)
-            if self._change:
+            if self._options.change:
                 self._directory.prepare()
                 return ""
             self._directory.open_shared()
@@ -212,7 +208,11 @@ class DiskRecords(OfflineStore):
                 " its subdirectory rank-<n>"
             ) from error
         except OSError as error:
-            raise TierUnavailableError(f"cannot open {self.name}: {error.strerror}") from error
+            verb = "change" if self._options.change else "read"
+            raise TierUnavailableError(
+                f"cannot open {self.name} to {verb} it: {error.strerror}; name the directory of a disk tier that user"
+                f" {os.geteuid()} can {verb}"
+            ) from error
 
     def _examine(self, key: ChunkKey, visit: Visit[T], header_only: bool) -> T | None:
         scratch = self._scratch.get()

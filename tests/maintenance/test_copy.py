@@ -166,16 +166,33 @@ def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_t
             "has no tier 'valky'; its tiers are cpu, valkey; a directory is written with a slash, such as ./valky",
         ),
         (["{root}", "cpu", "--config", "{tmp}/config.yaml"], "memory of the engine's own process"),
+        (
+            ["{root}", "valkey://host:6379"],
+            'tier as JSON, such as {"name": "valkey", "url": "valkey://host:6379"}',
+        ),
+        (["{root}", "s3://b/kv", "--config", "{tmp}/config.yaml"], "s3:/b/kv is a URL and not a directory"),
+        (["file://{root}", "{tmp}/there"], "is a URL and not a directory"),
+        (["{root}", "{tmp}/config.yaml"], "Not a directory; name the directory of a disk tier that user"),
+        (
+            ["{root}", "{tmp}/there", "--max-record-bytes", "1000TiB"],
+            "lower --max-record-bytes or --in-flight",
+        ),
+        (
+            ['{{"name": "valkey", "url": "unix:///none"}}', "{tmp}/there", "--max-record-bytes", "1000TiB"],
+            "lower --max-",
+        ),
     ],
 )
-def test_invalid_arguments_end_with_2_and_a_reason(root, tmp_path, arguments, message):
+def test_invalid_arguments_end_with_2_and_a_reason(root, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("tiers: [cpu, {name: valkey, url: 'unix:///none'}]\n")
 
     result = invoke("copy", *(argument.format(root=root, tmp=tmp_path) for argument in arguments))
 
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-    assert not (tmp_path / "there").exists()
+    assert record_files(tmp_path / "there") == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache", "config.yaml", "there"}
 
 
 def test_to_a_valkey_server_and_back(root, tmp_path, valkey):
