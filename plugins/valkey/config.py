@@ -195,9 +195,10 @@ def parse_url(text: str) -> Address:
         port = SENTINEL_PORT if scheme in SENTINEL_SCHEMES else PORT
         endpoints = tuple(dict.fromkeys(_parse_host(host, port) for host in hosts.split(",")))
         number = path.strip("/")
-    options = parse_qs(query)
-    number = number or "".join(options.get("db", [])) or "0"
-    if set(options) - {"db"} or "#" in tail or not (number.isascii() and number.isdigit()):
+    options = parse_qs(query, keep_blank_values=True)
+    numbers = ([number] if number else []) + options.pop("db", []) or ["0"]
+    number = numbers[0]
+    if options or len(numbers) > 1 or "#" in tail or not (number.isascii() and number.isdigit()):
         raise ValueError(
             "expected nothing after the host but the number of a database, such as valkey://host/2"
         )
@@ -206,9 +207,12 @@ def parse_url(text: str) -> Address:
 
 def _parse_host(text: str, port: int) -> Endpoint:
     try:
-        return parse_endpoint(text, port)
+        endpoint = parse_endpoint(text, port)
     except ValueError as error:
         raise ValueError(f"{error} for each host, separated by commas") from None
+    if not endpoint.port:
+        raise ValueError("expected a port above 0 for each host")
+    return endpoint
 
 
 def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tuple[bytes, ...]:

@@ -19,8 +19,8 @@ CLOSE_S = 1.0
 """Longest wait for `connection_lost` after an abort, in seconds."""
 
 
-class RefusedCredentialsError(TierError):
-    """The server rejects the user or the password."""
+class RefusedLoginError(TierError):
+    """The server rejects the user, the password or the database."""
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.connection import (
     Connection,
-    RefusedCredentialsError,
+    RefusedLoginError,
     connect_error,
     deadline,
     refusal,
@@ -134,7 +134,7 @@ class Node:
 
         Raises:
             TierUnavailableError: The server cannot be reached, is not ready, or failed a moment ago.
-            RefusedCredentialsError: The server rejects the user or the password.
+            RefusedLoginError: The server rejects the user, the password or the database.
             TierError: The certificate is invalid, or the server refuses the connection.
         """
         if self.suspended and self._failure is not None:
@@ -209,7 +209,9 @@ class Node:
                 raise TierUnavailableError(f"{self.where} is not ready: {reply.code}")
             # For AUTH only the code: a server that does not know the command repeats its arguments.
             known = ErrorReply(reply.code, reply.code) if name == "auth" else reply
-            raise RefusedCredentialsError(str(refusal(self.where, known)))
+            raise RefusedLoginError(str(refusal(self.where, known)))
+        if name == "database" and reply.code == "ERR" and not is_full:
+            raise RefusedLoginError(f"{refusal(self.where, reply)}; check the number of the database in url")
         if reply.code not in {"NOPERM", "ERR"} or name == "database" or is_full:
             raise refusal(self.where, reply)
 

@@ -16,7 +16,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
-from lmcache_async.plugins.valkey.connection import Connection, RefusedCredentialsError
+from lmcache_async.plugins.valkey.connection import Connection, RefusedLoginError
 from lmcache_async.plugins.valkey.node import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_around
 from lmcache_async.plugins.valkey.topology import Topology, make_topology
@@ -129,7 +129,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         """Open. A server that cannot be reached is connected to later.
 
         Raises:
-            ConfigError: The server refuses user and password.
+            ConfigError: The server refuses the user, the password or the database.
         """
         self._open(make_topology(self._access, self._sentinel_access))
         try:
@@ -140,11 +140,13 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
-        if isinstance(answer, RefusedCredentialsError):
+        if isinstance(answer, RefusedLoginError):
             await self.__aexit__(None, None, None)
             raise ConfigError(str(answer)) from answer
         if isinstance(answer, TierError):
-            logger.warning("the valkey tier misses every chunk until its server can be reached: %s", answer)
+            is_away = isinstance(answer, TierUnavailableError)
+            end = "its server can be reached" if is_away else "the cause is corrected"
+            logger.warning("the valkey tier misses every chunk until %s: %s", end, answer)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
-from lmcache_async.plugins.valkey.connection import Connection, RefusedCredentialsError, deadline, refusal
+from lmcache_async.plugins.valkey.connection import Connection, RefusedLoginError, deadline, refusal
 from lmcache_async.plugins.valkey.node import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_each
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -263,7 +263,7 @@ class SentinelServer(SingleServer):
         for sentinel in tuple(self._sentinels):
             try:
                 return await self._ask(sentinel)
-            except RefusedCredentialsError as error:
+            except RefusedLoginError as error:
                 message = str(error).replace("username", "sentinel_username")
                 reasons.append(message.replace("password_", "sentinel_password_"))
             except TierClosedError:

@@ -55,13 +55,14 @@ async def test_a_user_with_few_rights_is_enough(closed_server, arena, allocate, 
         assert await tier.clear() == 1
 
 
-async def test_a_user_without_rights_on_the_keys_is_told(closed_server, arena, tmp_path):
+async def test_a_user_without_rights_on_the_keys_is_told(closed_server, arena, tmp_path, caplog):
     options = {"username": "kv", "password_file": password_file(tmp_path, SECRET), "key_prefix": "other:"}
     async with bound(config(closed_server.url, **options), arena) as tier:
         [answer] = await put(tier, arena, 1)
         assert isinstance(answer, TierError)
         assert not answer.retryable
         assert "key_prefix" in str(answer)
+    assert "misses every chunk until the cause is corrected: valkey at" in caplog.text
 
 
 @pytest.mark.parametrize("password", ["wrong-" + SECRET, None])
@@ -80,6 +81,13 @@ async def test_a_wrong_password_stops_the_start_and_is_not_shown(
     chain = f"{caught.value} {caught.value.__cause__!r} {tier.config!r} {vars(tier)!r}"
     assert str(closed_server.socket) in str(caught.value)
     assert SECRET not in chain + caplog.text
+
+
+async def test_a_database_that_does_not_exist_stops_the_start(server):
+    with pytest.raises(
+        ConfigError, match=r"DB index is out of range'; check the number of the database in url"
+    ):
+        await ValkeyTier(config(f"{server.tcp_url}/99")).__aenter__()
 
 
 async def test_an_error_of_a_server_that_echoes_its_input_shows_no_secret(monkeypatch):
