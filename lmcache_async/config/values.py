@@ -28,6 +28,9 @@ MAX_SECONDS = 1e9
 
 MAX_RATE = 1e12
 
+MAX_SOCKET_PATH_BYTES = 100
+"""Maximum length of a Unix socket's path. sockaddr_un has room for 107 bytes."""
+
 _FLAGS = {
     "true": True,
     "yes": True,
@@ -161,10 +164,13 @@ def parse_names(value: object) -> tuple[str, ...]:
 
 
 def expand_socket(path: Path) -> Path:
-    """Expand `~`, and refuse a path that cannot be the path of a Unix socket."""
+    """Expand `~`, and refuse a path that cannot be that of a Unix socket."""
     if not path.name or not _is_encodable(path):
         raise ValueError("expected the path of a socket, such as /run/kv/host.sock")
-    return expand_home(path)
+    path = expand_home(path)
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(f"expected a path of at most {MAX_SOCKET_PATH_BYTES} bytes, the limit of sockets")
+    return path
 
 
 def parse_size(value: object) -> int:

@@ -9,10 +9,10 @@ import stat
 import struct
 from pathlib import Path
 
+from lmcache_async.config.values import MAX_SOCKET_PATH_BYTES
 from lmcache_async.errors import ConfigError
 
 NAME = "host.sock"
-MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 _PEER = struct.Struct("iII")  # struct ucred: process, user, group
 
 
@@ -33,9 +33,9 @@ def check_directory(socket_path: Path, *, make: bool) -> None:
 
     Other directories are not checked. With `make`, a missing one is created with mode 0700.
     """
-    if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
+    if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"socket: {socket_path} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have"
+            f"socket: {socket_path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a socket's path may have"
         )
     directory = socket_path.parent
     if make:

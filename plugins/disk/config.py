@@ -19,10 +19,14 @@ def parse_path(value: object) -> Path:
     text = value.strip()
     if not text.startswith("file:"):
         return expand_home(text)
-    url = urlsplit(text)
-    if url.netloc not in {"", "localhost"} or not url.path.startswith("/") or url.query or url.fragment:
+    try:
+        url = urlsplit(text)
+        is_right = url.netloc in {"", "localhost"} and url.path.startswith("/")
+    except ValueError:  # brackets that are no IPv6 address
+        is_right = False
+    if not is_right or url.query or url.fragment:
         raise ValueError("expected a file URL without a host, such as file:///var/cache/kv")
-    return Path(unquote(url.path))
+    return expand_home(unquote(url.path))
 
 
 def parse_direct(value: object) -> object:

@@ -11,8 +11,8 @@ from lmcache_async.tiers.base import TierConfig
 
 
 def _parse_url(value: object) -> str:
-    parts = urlsplit(value.strip()) if isinstance(value, str) else urlsplit("")
     try:
+        parts = urlsplit(value.strip()) if isinstance(value, str) else urlsplit("")
         is_right = parts.scheme in {"mooncake", "mooncakestore"} and parts.hostname and parts.port
     except ValueError:
         is_right = False

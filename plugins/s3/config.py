@@ -26,7 +26,10 @@ class Location(NamedTuple):
 
 def parse_location(url: str) -> Location:
     """Parse a URL such as s3://bucket/prefix. Raise ValueError if it is not such a URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that are no IPv6 address
+        raise ValueError(_EXPECTED) from None
     kind = _SCHEMES.get(parts.scheme)
     if kind is None or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
         raise ValueError(_EXPECTED)
@@ -44,8 +47,12 @@ def _parse_url(value: object) -> str:
 
 
 def _check_endpoint(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in value or parts.query:
+    try:
+        parts = urlsplit(value)
+        is_right = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or brackets that are no IPv6 address
+        is_right = False
+    if not is_right or "@" in value or parts.query:
         raise ValueError("expected a URL without a user, such as https://storage.example.com:9000")
     return value.rstrip("/")
 

@@ -45,7 +45,6 @@ def test_urls_are_parsed(url, endpoints, username, database):
         ({"url": "valkey://host:port"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "valkey://host:99999"}, "expected name, name:port or [address]:port for each host"),
         ({"url": "valkey://host?timeout=3"}, "expected name, name:port or [address]:port for each host"),
-        ({"url": "valkey://host:0"}, "expected a port above 0 for each host"),
         ({"url": "valkey://host/?tls"}, "expected nothing after the host but the number of a database"),
         ({"url": "valkey://host/?db=1&db=2"}, "expected nothing after the host but the number of a database"),
         ({"url": "valkey://host/1?db=2"}, "expected nothing after the host but the number of a database"),

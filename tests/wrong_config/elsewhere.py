@@ -29,6 +29,7 @@ lmcache_async/registry.py | {plugin.version} cannot be loaded from | tests/unit/
 lmcache_async/registry.py | {what} cannot be loaded from | tests/unit/test_registry.py | cannot be loaded from
 lmcache_async/registry.py | which is not installed | tests/unit/test_registry.py | which is not installed
 lmcache_async/tiers/handle.py | must be an instance of Capabilities | tests/tiers/test_border.py | must be an instance of Capabilities
+lmcache_async/tiers/offline.py | lower --max-record-bytes | tests/maintenance/test_copy.py | lower --max-record-bytes
 plugins/disk/directory.py | refuses direct I/O | tests/tiers/test_disk.py | ConfigError, match="odirect"
 plugins/mooncake/pool.py | needs the package | tests/tiers/test_mooncake_config.py | mooncake-transfer-engine-non-cuda
 plugins/mooncake/pool.py | needs a system library | tests/tiers/test_mooncake_config.py | MissingDependencyError

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgpack  # type: ignore[import-untyped]
 
-from lmcache_async.config.values import Endpoint
+from lmcache_async.config.values import MAX_SOCKET_PATH_BYTES, Endpoint
 from lmcache_async.daemon.address import peer_of
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
@@ -48,7 +48,6 @@ MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
 _COUNT = struct.Struct("<H")
-MAX_PATH_BYTES = 100  # sockaddr_un takes 107
 
 Message: TypeAlias = dict[str, Any]
 
@@ -223,9 +222,9 @@ def socket_path(base: Path | None, engine_id: str, rank: int) -> Path:
         _check_base(base)
     name = f"{sha256(engine_id.encode()).hexdigest()[:16]}-{rank}.sock"
     path = _private_directory(base or _default_base()) / name
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
-            f"vllm.socket_dir: {path} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have; "
+            f"vllm.socket_dir: {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a socket's path may have; "
             f"name a shorter directory"
         )
     return path
