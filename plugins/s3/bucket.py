@@ -41,6 +41,9 @@ _REFUSED = (
 )
 _NO_BUCKET = "the bucket does not exist: create it, or check url, region and endpoint"
 _REDIRECTED = "the bucket is in another region or at another endpoint: check region and endpoint"
+_EXPIRED = (
+    "the temporary credentials are not valid any more: renew access_key_id, the secret and session_token"
+)
 _CURES = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
 """Advice for error responses, by status."""
 
@@ -261,6 +264,10 @@ def translated(error: BaseException, what: str) -> TierError:
     if status is None and isinstance(error, FileNotFoundError):
         status = 404
     text = f"cannot {what}: {reason(error)}"
-    if status in _CURES:
-        return TierError(f"{text}; {_CURES[status]}")
-    return TierUnavailableError(text)
+    code = _CODE.search(str(error))
+    match code and code[1]:  # of responses with status 400
+        case "ExpiredToken" | "InvalidToken":
+            return TierError(f"{text}; {_EXPIRED}")
+        case "RequestTimeout":  # the upload was too slow
+            return TierUnavailableError(text)
+    return TierError(f"{text}; {_CURES[status]}") if status in _CURES else TierUnavailableError(text)

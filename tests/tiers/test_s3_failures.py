@@ -153,6 +153,29 @@ async def test_a_throttling_server_is_a_retryable_error(s3_server, proxy, arena,
             assert "HTTP 503" in said or "error sending request" in said  # on a connection that was just cut
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        (b"ExpiredToken", TierError, "session_token"),
+        (b"InvalidToken", TierError, "session_token"),
+        (b"RequestTimeout", TierUnavailableError, "$"),
+        (b"AuthorizationHeaderMalformed", TierError, "check region and endpoint"),
+    ],
+)
+async def test_an_invalid_request_is_explained_by_its_code(s3_server, proxy, code, kind, told):
+    body = b"<Error><Code>%b</Code><Message>It is wrong.</Message></Error>" % code
+    proxy.answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
+    config = through(proxy, s3_server.config())
+
+    with pytest.raises(TierError, match=f"HTTP 400: {code.decode()}: It is wrong.*{told}") as caught:
+        await Bucket(config, open_store(config)).read(key_of(1), 1000)
+
+    assert type(caught.value) is kind
+
+
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
 async def test_after_a_cancelled_get_nothing_is_written(s3_server, proxy, arena, allocate, options):
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
