@@ -191,7 +191,7 @@ def test_an_unknown_model_is_an_error():
     assert settings_of(LOADED, "gpu", ("--host-gib", "0"), quick=False).host_gib == 0
 
 
-def test_free_host_memory_is_what_the_kernel_says():
+def test_free_host_memory_is_read_from_the_kernel():
     text = "MemTotal:       24609040 kB\nMemAvailable:   10240 kB\n"
 
     assert available_bytes(text) == 10 << 20

@@ -129,7 +129,7 @@ def test_a_peer_in_a_process_prepares_a_task_once_and_again_after_another(peer):
     assert (again, other, last) == (first, 512 * (first + 1), first + 2)
 
 
-def test_an_error_in_its_process_is_reported_in_one_line_and_it_goes_on(peer):
+def test_an_error_in_the_process_of_a_peer_is_reported_in_one_line_and_the_peer_continues(peer):
     with pytest.raises(PeerError, match=r"^ValueError: no memory at all$"):
         seconds(peer, RETRIEVE)
     assert seconds(peer, HASH_LIST) > 0

@@ -117,7 +117,7 @@ def test_a_different_answer_is_an_error(other):
         check_same("it", other, answer({"5": -0.1, "6": -3.0}), "float32")
 
 
-def test_tokens_that_are_as_likely_may_change_places_and_what_follows_is_another_text():
+def test_equally_likely_tokens_may_be_exchanged_and_later_tokens_are_not_compared():
     one = answer({"5": -0.7, "6": -0.7001}, {"9": -0.1})
     other = answer({"5": -0.7001, "6": -0.7}, {"3": -0.2})
 

@@ -55,7 +55,7 @@ def copier_of(cache, **options):
 
 @pytest.mark.parametrize("mover", [TritonMover, TorchMover])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.order}-{form.granularity}-{form.dtype}")
-async def test_every_layout_moves_what_the_cpu_copier_moves(form, mover):
+async def test_every_layout_is_copied_as_by_the_cpu_copier(form, mover):
     await check_copier(form, partial(open_copier, mover=mover), device="cuda", payload=pinned)
 
 

@@ -252,7 +252,7 @@ async def test_unreachable_servers_are_skipped():
     assert vllm.asked == [{}, {}]
 
 
-def test_a_pool_asks_again_after_a_while():
+def test_a_pool_uses_a_failed_server_again_after_a_pause():
     time = 0.0
     pool = Pool(["http://a/", "http://b"], clock=lambda: time)
     pool.failed("http://a")

@@ -164,7 +164,7 @@ def test_the_next_turn_of_a_conversation_loads_what_was_generated(
     assert_same(answer, reference(second))
 
 
-def test_a_prompt_larger_than_the_arena_has_what_fits(
+def test_a_prompt_larger_than_the_arena_is_stored_completely_on_disk(
     engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:
     question = Question(tokens("larger", 1200))

@@ -96,9 +96,7 @@ def check(
         compare(question, answer, right, outcome, deadline_s=PATIENCE_S / 2)
 
 
-def test_the_second_engines_first_request_hits_what_the_first_one_stored(
-    shared: Shared, reference: Reference
-) -> None:
+def test_the_first_request_of_the_second_engine_is_a_hit(shared: Shared, reference: Reference) -> None:
     assert shared.cold.cached_tokens == 0
     assert shared.warm.tiers == {shared.tier: 704}
     assert shared.warm.cached_tokens == 704
@@ -106,7 +104,7 @@ def test_the_second_engines_first_request_hits_what_the_first_one_stored(
         assert_same(answer, reference(QUESTION))
 
 
-def test_each_engine_finds_what_the_other_one_added(shared: Shared, reference: Reference) -> None:
+def test_each_engine_finds_the_chunks_that_the_other_one_stored(shared: Shared, reference: Reference) -> None:
     outcome = Outcome("vllm")
     grown = [Question(tokens("grows", 320 * turn + 40)) for turn in range(1, 5)]
 

@@ -206,7 +206,7 @@ def test_foreign_namespaces_do_not_stop_a_command(root, tmp_path):
     assert told("gc", root, "--namespace", "model=model-a")["freed_records"] == 5
 
 
-def test_the_table_names_what_separates_requests_of_a_namespace(tmp_path):
+def test_the_table_names_the_labels_that_separate_requests(tmp_path):
     filled(tmp_path / "plain")
     rig = filled(tmp_path / "labelled")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -53,7 +53,7 @@ def test_a_copy_that_is_killed_leaves_whole_records_and_the_next_one_copies_the_
     assert there >= 4
 
 
-def test_a_gc_that_is_killed_leaves_prefixes_and_goes_on(
+def test_a_killed_gc_leaves_prefixes_and_the_next_run_continues(
     commands: Commands, root: Path, tmp_path: Path
 ) -> None:
     killed = 0

@@ -80,7 +80,7 @@ def test_every_command_that_starts_vllm_names_a_connector_that_there_is() -> Non
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
-def test_json_is_what_vllm_takes(block: Block) -> None:
+def test_json_is_valid_for_vllm(block: Block) -> None:
     content = json.loads(block.text)
 
     if "kv_connector" in content:

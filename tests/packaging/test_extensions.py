@@ -166,7 +166,7 @@ async def test_installed_stages_stand_in_the_chains_and_spare_the_disk(
     ],
     indirect=["installed"],
 )
-def test_the_registry_knows_the_distribution_of_a_plugin(
+def test_the_registry_returns_the_distribution_of_a_plugin(
     installed: Path, group: str, names: set[str], distribution: str
 ) -> None:
     found = Registry().available(group)

@@ -49,7 +49,7 @@ def told() -> list[dict[str, str]]:
     ],
     ids=["renamed", "schemes", "older names", "unsupported", "unsupported variables", "unsupported families"],
 )
-def test_a_table_says_what_the_code_does(expected: Mapping[str, str]) -> None:
+def test_a_table_agrees_with_the_code(expected: Mapping[str, str]) -> None:
     assert expected in told()
 
 

@@ -88,7 +88,7 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     assert "nowhere.md" in built.stderr
 
 
-def test_no_page_asks_a_server_for_anything(site: Path) -> None:
+def test_no_page_makes_a_request_to_a_server(site: Path) -> None:
     asking = {
         str(path.relative_to(site)): FETCHED.findall(path.read_text(encoding="utf-8"))
         for path in site.rglob("*.html")

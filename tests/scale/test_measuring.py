@@ -34,7 +34,7 @@ def test_the_cpu_time_is_that_of_the_process_we_started() -> None:
     assert measure.cpu_s("host_daemon") == 0
 
 
-def test_messages_are_counted_and_what_is_leased_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_counted_and_leases_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "CHUNKS", 4)
 
     counted = messages.count("3MiB")

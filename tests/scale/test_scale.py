@@ -24,7 +24,7 @@ COMMANDS = re.findall(r"^python -m tools\.scale (.*)$", PAGE.read_text(encoding=
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_pages_tables_are_what_its_commands_print(
+def test_the_tables_of_the_page_equal_the_output_of_its_commands(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(shlex.split(command)) == 0

@@ -165,7 +165,7 @@ def test_a_call_that_has_not_begun_is_withdrawn():
     assert run(check, thread_delay=lambda: 1.0)[0] == []
 
 
-def test_a_pool_shut_down_runs_what_it_has():
+def test_a_pool_that_was_shut_down_runs_its_queued_calls():
     async def check():
         executor, ran = WorkerPool(1), []
         futures = [executor.submit(ran.append, number) for number in range(3)]

@@ -65,7 +65,7 @@ def test_a_plan_has_the_kinds_and_the_size_asked_for(plan):
 
 @given(data=st.data(), numbers=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 @settings(max_examples=30, deadline=None)
-def test_a_stack_of_faulty_tiers_gives_a_prefix_of_what_was_written(data, numbers):
+def test_a_stack_of_faulty_tiers_returns_a_prefix_of_the_written_chunks(data, numbers):
     """Whatever the tiers do: no error, no buffer after a hole, no remaining lease, and proven content is right."""
     stack = data.draw(tier_stacks())
     arena = small_arena(24)

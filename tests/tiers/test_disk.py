@@ -353,7 +353,7 @@ async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path):
         await DiskTier(DiskConfig(path=tmp_path / "kv", max_bytes=1 << 20)).__aenter__()
 
 
-async def test_a_cancelled_put_ends_with_its_thread_and_what_it_wrote_stays(
+async def test_a_cancelled_put_ends_with_its_thread_and_its_records_stay(
     config, arena, allocate, monkeypatch
 ):
     gate = Gate(monkeypatch, os, "pwrite")

@@ -64,7 +64,7 @@ def test_rights_taken_away_cost_hits_and_come_back(children, place):
     assert said[-1] == "hit"
 
 
-async def test_a_disk_gone_read_only_serves_what_it_has_and_takes_records_again_later(
+async def test_a_read_only_disk_serves_its_records_and_stores_again_when_writable(
     config, arena, allocate, monkeypatch
 ):
     real_open = os.open
@@ -169,9 +169,7 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
         assert open_fds() <= fds
 
 
-async def test_closing_while_stuck_can_be_given_up_and_the_directory_stays_ours_until_the_end(
-    config, arena, monkeypatch
-):
+async def test_a_cancelled_closing_keeps_the_lock_until_hanging_calls_have_ended(config, arena, monkeypatch):
     gate = Gate(monkeypatch, os, "pwrite")
     tier = DiskTier(config)
     await tier.__aenter__()
@@ -221,9 +219,7 @@ async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays
     await reopened(config, holds=3)
 
 
-async def test_opening_a_stuck_directory_can_be_given_up_and_leaves_it_to_others_in_the_end(
-    config, monkeypatch
-):
+async def test_a_cancelled_opening_releases_the_lock_when_it_has_ended(config, monkeypatch):
     gate = Gate(monkeypatch, os, "scandir", shut=True)
     opening = asyncio.ensure_future(DiskTier(config).__aenter__())
     await gate.reached()

@@ -155,7 +155,7 @@ def test_eviction_is_all_or_nothing_and_never_takes_a_leased_chunk(sizes, wanted
 
 
 @given(forest=forests(), data=st.data())
-def test_as_a_last_resort_all_but_what_is_in_use_can_be_had(forest, data):
+def test_as_a_last_resort_any_chunk_that_is_not_in_use_can_be_evicted(forest, data):
     policy = LRUPolicy()
     for node in data.draw(st.lists(st.integers(0, len(forest.parents) - 1), min_size=1)):
         use(policy, forest.path(node))

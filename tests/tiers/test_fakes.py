@@ -163,7 +163,7 @@ async def test_latency_is_of_the_loops_clock_and_counts_bytes(arena, allocate, m
     assert slept == [2 + nbytes / 1000, 2 + nbytes / 1000, 2 + 2 * nbytes / 1000, 2]
 
 
-async def test_a_dict_too_small_for_a_record_says_so_and_keeps_the_rest(arena):
+async def test_a_dict_too_small_for_a_record_raises_and_keeps_the_others(arena):
     tier = DictTier(DictConfig(max_bytes=SLAB_BYTES))
     await put(tier, arena, 1)
     with arena.lease_nowait(SLAB_BYTES) as buffer:

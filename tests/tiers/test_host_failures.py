@@ -187,7 +187,7 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, 
         await listed(tier)
 
 
-async def test_reconnecting_goes_on_after_an_unexpected_error(tier, arena, monkeypatch):
+async def test_reconnecting_continues_after_an_unexpected_error(tier, arena, monkeypatch):
     await put(tier, arena, 1)
     link = tier._opened
     assert link is not None
@@ -220,7 +220,7 @@ async def test_lists_of_keys_are_asked_for_one_after_the_other(tier, arena, monk
     assert starts == [0, 4, 8, 0, 4, 8]
 
 
-async def test_without_a_daemon_the_tier_opens_and_every_call_says_so(arena, allocate):
+async def test_without_a_daemon_the_tier_opens_and_every_call_raises(arena, allocate):
     with socket_path() as path, record(arena, 1) as buffer:
         tier = host_tier(path)
         async with tier:
@@ -270,7 +270,7 @@ async def test_a_daemon_far_behind_is_asked_no_more(daemon, tier, arena):
     assert await asyncio.gather(*running) == [False] * MAX_UNANSWERED
 
 
-async def test_a_full_pool_says_so_and_has_room_again(daemon, tier, arena):
+async def test_a_put_raises_tier_full_error_until_the_pool_has_room(daemon, tier, arena):
     hold: list[object] = []
 
     def fill() -> None:

@@ -212,7 +212,7 @@ async def test_chunks_that_found_no_memory_of_ours_are_no_failures(arena):
 
 
 @in_virtual_time
-async def test_slow_reads_are_failures_though_they_give_what_they_found(arena):
+async def test_slow_reads_count_as_failures_but_return_their_results(arena):
     inner = fill(ToldTier(), 4)
     tier = broken_by(inner)
     for seconds in (3.9, 3.9, 4.0, 4.0):

@@ -154,7 +154,7 @@ async def test_a_slab_that_others_read_is_not_written_to(arena):
         assert bytes(kept.view) == content(1)
 
 
-async def test_contains_lies_about_what_is_there_and_what_is_not():
+async def test_contains_returns_the_opposite_for_stored_and_missing_chunks():
     tier = faulty(filled(2), lie=1)
 
     assert await tier.contains(key(5))

@@ -141,7 +141,7 @@ async def test_every_verb_is_tried_again(arena, verb):
 
 
 @in_virtual_time
-async def test_of_a_batch_of_puts_only_what_failed_is_put_again(arena):
+async def test_only_the_failed_puts_of_a_batch_are_repeated(arena):
     inner = ToldTier()
     inner.told_of[KEYS[0]].append(away())
     inner.told_of[KEYS[1]].append(TierError("for good"))

@@ -126,7 +126,7 @@ def breaker_of(client):
 
 
 @pytest.mark.parametrize("tier_class", [FailingTier, HangingTier, UnreadableTier])
-def test_a_sick_tier_is_soon_left_alone_and_then_only_what_probes_it_is_slow(tier_class):
+def test_a_failing_tier_is_suspended_soon_and_then_only_probes_are_slow(tier_class):
     async def healthy_rounds(client, tier):
         await client.rounds(40)
         return max(client.seconds), sum(client.seconds[4:])

@@ -73,7 +73,7 @@ async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(pool, ar
 
 
 @pytest.mark.usefixtures("haste")
-async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(pool, arena, allocate):
+async def test_a_call_to_a_hanging_store_fails_and_nothing_is_written_later(pool, arena, allocate):
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
         with hanging(pool.signal_segment):
@@ -99,7 +99,7 @@ async def test_a_store_that_hangs_is_given_up_and_writes_nothing_later(pool, are
 
 
 @pytest.mark.usefixtures("haste")
-async def test_a_master_that_hangs_is_given_up(pool, arena, allocate):
+async def test_a_call_to_a_hanging_master_fails_after_its_timeout(pool, arena, allocate):
     async with bound_tier(pool, arena) as tier:
         await until_hit(tier, arena, allocate)
         with hanging(pool.signal_master):
@@ -142,7 +142,7 @@ async def test_a_tier_begins_without_its_master_and_joins_it_later(tmp_path, are
         pool.stop()
 
 
-async def test_joining_goes_on_after_an_unexpected_error(tmp_path, arena, allocate, monkeypatch, caplog):
+async def test_joining_continues_after_an_unexpected_error(tmp_path, arena, allocate, monkeypatch, caplog):
     pool = MooncakePool(tmp_path, 16 << 20)
     join, attempts = Pool._join, itertools.count()
 
@@ -178,7 +178,7 @@ async def test_options_that_the_engine_refuses_stop_the_start(pool, arena, monke
     assert not caught.value.retryable
 
 
-def test_a_full_pool_drops_what_has_no_room(tmp_path, arena, allocate):
+def test_a_full_pool_drops_records_without_room(tmp_path, arena, allocate):
     uvloop.run(fill(tmp_path, arena, allocate))
 
 

@@ -138,7 +138,7 @@ def test_a_failing_tier_is_counted_and_changes_nothing_for_the_others(case):
 
 
 @given(matrices(may_fail=True))
-def test_missing_is_what_some_tier_that_answers_lacks(case):
+def test_missing_returns_the_chunks_that_an_answering_tier_lacks(case):
     tiers, keys = case
     for tier in tiers:
         tier.local = True

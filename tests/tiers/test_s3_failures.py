@@ -203,7 +203,7 @@ async def test_after_a_cancelled_get_nothing_is_written(s3_server, proxy, arena,
             buffer.release()
 
 
-async def test_a_cancelled_put_ends_with_its_request_and_what_it_wrote_stays(s3_server, proxy, arena):
+async def test_a_cancelled_put_ends_with_its_request_and_its_record_stays(s3_server, proxy, arena):
     async with await open_tier(through(proxy, s3_server.config()), arena) as tier:
         proxy.answers.shut()
         buffer = record(arena, 1)

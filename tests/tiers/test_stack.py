@@ -341,7 +341,7 @@ async def test_chunks_are_promoted_to_every_faster_tier_and_to_no_other(arena):
         assert stack.metrics.tier_counts() == {"t0.promoted": 2, "t1.promoted": 1}
 
 
-async def test_a_promotion_waits_for_no_room_and_raises_nothing(arena):
+async def test_a_promotion_does_not_wait_for_room_and_does_not_raise(arena):
     class Away(CPUTier):
         async def put_many(self, items):
             raise TierFullError("full")
@@ -463,7 +463,7 @@ async def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(arena):
     assert len(log) == 4
 
 
-async def test_an_opening_cancelled_at_any_step_closes_what_it_opened(arena):
+async def test_an_opening_cancelled_at_any_step_closes_the_opened_tiers(arena):
     log = []
 
     async def open_and_close(_):

@@ -55,7 +55,9 @@ async def test_a_user_with_few_rights_is_enough(closed_server, arena, allocate, 
         assert await tier.clear() == 1
 
 
-async def test_a_user_without_rights_on_the_keys_is_told(closed_server, arena, tmp_path, caplog):
+async def test_the_error_for_a_user_without_rights_names_the_permissions(
+    closed_server, arena, tmp_path, caplog
+):
     options = {"username": "kv", "password_file": password_file(tmp_path, SECRET), "key_prefix": "other:"}
     async with bound(config(closed_server.url, **options), arena) as tier:
         [answer] = await put(tier, arena, 1)
@@ -178,7 +180,7 @@ async def test_a_certificate_of_another_authority_is_rejected(server, tmp_path):
         assert not caught.value.retryable
 
 
-async def test_a_node_of_a_cluster_says_what_mode_it_needs(arena):
+async def test_the_error_of_a_cluster_node_names_the_required_mode(arena):
     with running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
         node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
         async with bound(config(node.tcp_url), arena) as tier:

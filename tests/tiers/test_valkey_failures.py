@@ -76,7 +76,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-async def test_a_server_that_hangs_is_given_up_at_the_deadline(server, arena, allocate, verb):
+async def test_a_call_to_a_hanging_server_fails_at_the_deadline(server, arena, allocate, verb):
     async with bound(config(server.url, **SHORT), arena) as tier:
         await until_hit(tier, arena, allocate)  # in time at last, also on a busy machine
         with record(arena, 1) as buffer, hanging(server.signal):

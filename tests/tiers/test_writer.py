@@ -199,7 +199,7 @@ async def test_a_failure_is_the_chunks_value_and_the_next_chunk_is_written(arena
         assert writer.statistics().queued_bytes == 0
 
 
-async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena):
+async def test_a_flush_with_a_blocked_tier_returns_false_at_its_deadline(arena):
     gated = GatedTier(DictTier())
     async with opened(gated) as writer:
         assert await writer.flush(timeout_s=0)
@@ -211,7 +211,7 @@ async def test_a_flush_with_a_parked_tier_ends_at_its_deadline_and_says_so(arena
         assert await writer.flush(timeout_s=5)
 
 
-async def test_closing_writes_what_is_queued(arena):
+async def test_closing_writes_the_queue(arena):
     tier = DictTier()
     writer = open_writer(tier, call_bytes=10)
     with leased_items(arena, [10] * 6) as items:
@@ -308,7 +308,7 @@ async def test_abandoning_the_wait_for_a_result_does_not_stop_the_write(arena):
         assert key_of(0) in gated.inner.records
 
 
-async def test_a_submit_cancelled_at_any_step_leaves_queued_what_is_queued(arena):
+async def test_a_submit_cancelled_at_any_step_keeps_the_chunks_already_queued(arena):
     tier = CallsTier()
     async with opened(tier, max_bytes=25, call_bytes=10, workers=1) as writer:
 
@@ -466,7 +466,7 @@ async def written(writer, arena, count, first=0):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("bytes_per_s", "taken"), [(10, 2), (50, 10), (1000, 20), (0.1, 1)])
 @in_virtual_time
-async def test_the_queue_holds_what_the_tier_writes_in_the_bound_of_time(arena, workers, bytes_per_s, taken):
+async def test_the_queue_is_limited_to_what_the_tier_writes_within_max_s(arena, workers, bytes_per_s, taken):
     writer = open_writer(TimedTier(bytes_per_s), max_bytes=2000, max_s=20, call_bytes=100, workers=workers)
     assert await written(writer, arena, 4) == 4  # the rate is unknown yet
     assert await writer.flush(timeout_s=10_000)

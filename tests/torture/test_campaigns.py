@@ -38,7 +38,7 @@ def writers():
     kill.Writers.close(shared)
 
 
-def test_kills_leave_what_was_stored(monkeypatch, writers):
+def test_stored_chunks_survive_kills(monkeypatch, writers):
     monkeypatch.setattr(kill, "Writers", lambda: writers)
 
     outcome = kill.run(kills=4, seconds=0, seed=3)

@@ -220,7 +220,7 @@ async def test_close_ends_all_waits() -> None:
     release(buffers)
 
 
-def test_a_slab_that_only_a_view_knows_survives_the_garbage_collector(arena: Arena) -> None:
+def test_a_slab_referenced_only_by_a_view_survives_the_garbage_collector(arena: Arena) -> None:
     buffers = all_slabs(arena)
     views = [buffer.array for buffer in buffers]
     release(buffers)

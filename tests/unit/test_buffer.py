@@ -54,7 +54,7 @@ def test_view_array_tensor_and_address_are_the_same_bytes(arena: Arena) -> None:
 
 
 @given(st.integers(0, PAGE))
-def test_lengths_are_what_was_asked_for(nbytes: int) -> None:
+def test_a_buffer_has_the_requested_length(nbytes: int) -> None:
     arena = Arena(PAGE, PAGE, prefault=False)
     with leased(arena, nbytes) as buffer:
         assert buffer.nbytes == len(buffer.view) == len(buffer.array) == nbytes

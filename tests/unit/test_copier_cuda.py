@@ -107,7 +107,7 @@ async def test_a_copy_runs_behind_its_fence_on_one_stream(way):
     assert len({stream for what, stream in streams.log if what != way}) == 1
 
 
-async def test_side_streams_begin_behind_what_may_still_use_their_memory():
+async def test_side_streams_wait_for_earlier_users_of_their_memory():
     copier, streams = fake_copier(CacheForm().build(4))
     copier.close()
 
@@ -255,7 +255,7 @@ async def test_loads_do_not_wait_for_stores():
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("illegal address")])
-async def test_cancellation_waits_for_what_the_device_was_asked_and_asks_no_more(error):
+async def test_a_cancellation_waits_for_submitted_device_work_and_submits_no_more(error):
     """It is raised also if the device fails afterwards."""
     cache = CacheForm(layers=3).build(8)
     copier, streams = fake_copier(cache, staging_bytes=1)
@@ -305,7 +305,7 @@ async def test_an_error_of_the_device_is_raised_and_leaves_the_ring_whole():
     copier.close()
 
 
-async def test_a_wrong_job_asks_nothing_of_the_device():
+async def test_an_invalid_job_submits_nothing_to_the_device():
     copier, streams = fake_copier(CacheForm().build(4))
     streams.log.clear()
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("copier_kernels_interpreted.py")
 
 
-def test_under_the_interpreter_the_kernel_moves_what_the_cpu_copier_moves(tmp_path):
+def test_in_the_interpreter_the_kernel_copies_as_the_cpu_copier(tmp_path):
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "TRITON_CACHE_DIR": str(tmp_path),

@@ -150,7 +150,7 @@ def test_partials_are_the_leading_multiples_of_the_unit_longest_first(ids, spans
 
 
 @given(tokens, extras, st.integers(1, 4))
-def test_candidates_at_a_hole_are_what_a_request_that_ended_there_stored(ids, spans, unit):
+def test_candidates_at_a_missing_chunk_include_the_tail_of_a_request_that_ended_there(ids, spans, unit):
     keys = hasher(extras=spans).extend_keys(ids)
     for hole in range(len(keys) + 1):
         start = hole * SIZE

@@ -69,7 +69,7 @@ def test_place_and_times_do_not_matter(model, tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_links_count_as_what_they_lead_to(model, tmp_path, mode):
+def test_links_count_as_their_targets(model, tmp_path, mode):
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     for file in model.iterdir():

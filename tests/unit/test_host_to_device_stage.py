@@ -60,7 +60,7 @@ class Loads:
         )
 
 
-async def test_a_load_that_was_given_up_writes_nothing_and_says_so(monkeypatch):
+async def test_an_abandoned_load_writes_nothing_and_reports_it(monkeypatch):
     async with Loads(monkeypatch) as loads:
         loads.progress.wait(1, deadline=time.monotonic())
 

@@ -126,7 +126,7 @@ async def test_a_wrong_layer_stops_the_start_and_says_where(layer, text):
 
 
 @pytest.mark.parametrize("name", ["retry", "breaker", "deadline", "faults", "stamp"])
-async def test_around_a_tier_in_the_arena_only_what_fits_there_is_allowed(name):
+async def test_a_layer_that_does_not_fit_the_arena_is_refused_around_a_tier_there(name):
     message = await refusal({"name": "cpu", "layers": ["metrics", name]})
 
     assert message == (

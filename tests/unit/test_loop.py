@@ -91,7 +91,7 @@ def test_functions_are_called_on_the_loops_thread_in_order(loop):
     assert calls == [(number, loop._thread) for number in range(5)]
 
 
-def test_closing_cancels_what_runs_and_waits_for_its_clean_up():
+def test_closing_cancels_running_tasks_and_waits_for_their_clean_up():
     parked = Parked()
     with LoopThread() as loop:
         future = loop.submit(parked.run())
@@ -103,7 +103,7 @@ def test_closing_cancels_what_runs_and_waits_for_its_clean_up():
     assert not loop._thread.is_alive()
 
 
-def test_closing_also_ends_what_a_clean_up_starts():
+def test_closing_also_ends_tasks_that_a_clean_up_starts():
     loop, late = LoopThread(), Parked()
 
     async def starts_another():
@@ -134,7 +134,7 @@ def test_waiters_for_a_task_that_does_not_end_are_released():
     gc.collect()  # asyncio reports the pending task here, not at interpreter exit
 
 
-def test_a_closed_loop_says_so_and_leaves_no_coroutine_behind():
+def test_a_closed_loop_raises_and_closes_the_coroutine():
     loop = LoopThread()
     loop.close()
     loop.close()

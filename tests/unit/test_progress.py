@@ -328,7 +328,7 @@ def test_free_running_threads_never_report_planes_too_early(firsts, threads, hel
 
 
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
-def test_an_error_withdraws_the_rest_and_arrives_when_what_runs_has_ended(pool, error):
+def test_an_error_withdraws_waiting_calls_and_is_raised_when_running_calls_have_ended(pool, error):
     gated = Gated([0, 1, 2, 3], 4, {1: error})
     workers = [pool.submit(gated.queue.work) for _ in range(2)]
     assert sorted([gated.next(), gated.next()]) == [0, 1]

@@ -170,7 +170,7 @@ def test_a_whole_record_of_something_else_is_corrupt(cause: str, changes: dict[s
     assert cause_of(sealed(), **changes) == cause
 
 
-def test_another_version_is_told_apart() -> None:
+def test_a_record_of_another_version_is_corrupt() -> None:
     data = sealed()
     data[8] = 2
 

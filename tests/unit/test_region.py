@@ -91,7 +91,7 @@ def test_memory_that_the_system_refuses_is_a_config_error() -> None:
         Arena(1 << 60, 1 << 50)
 
 
-def test_prefault_keeps_what_is_written_meanwhile() -> None:
+def test_prefault_keeps_bytes_written_meanwhile() -> None:
     arena = Arena(64 * MIB, MIB, prefault=True)
     buffers = list(all_slabs(arena))
     for buffer in buffers:
@@ -124,7 +124,7 @@ def test_close_ends_the_prefault_thread() -> None:
     arena.close()
 
 
-def test_no_slab_lies_in_two_pinned_ranges(runtime: FakeRuntime) -> None:
+def test_no_slab_is_in_two_pinned_ranges(runtime: FakeRuntime) -> None:
     arena = Arena(200 * MIB, 7 * MIB, pin=True, prefault=False)
     assert arena.wait_prepared(60)
 

@@ -35,7 +35,9 @@ def noise(size, seed=0):
     to_payload=st.booleans(),
     stream=st.booleans(),
 )
-def test_a_digest_is_the_librarys_of_what_was_copied(module, row, order, cuts, shift, to_payload, stream):
+def test_a_digest_equals_that_of_the_library_for_the_copied_bytes(
+    module, row, order, cuts, shift, to_payload, stream
+):
     memory, payload = noise(12 * row + shift)[shift:], noise(12 * row + shift, 1)[shift:]
     starts = np.array(order, np.int64) * row
     digest = module.start_digest(payload.nbytes)

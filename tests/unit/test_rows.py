@@ -92,7 +92,7 @@ def test_row_starts_of_the_wrong_item_size_are_refused(copy):
 
 
 @needs_module
-def test_only_what_is_written_need_be_writable(copy):
+def test_only_the_target_of_a_copy_must_be_writable(copy):
     starts, fixed = np.array([0], np.int64), noise(8, 2)
     fixed.flags.writeable = False
 

@@ -177,7 +177,7 @@ async def test_a_failed_batch_of_a_store_leaves_the_others_alone():
     assert await runner.run(request_of(6), timeout_s=60) == [[0, 1], ["tier_unavailable"], [4, 5]]
 
 
-def test_at_the_deadline_what_is_done_stays_and_the_rest_is_given_up():
+def test_at_the_deadline_finished_batches_stay_and_the_others_are_abandoned():
     watch = Watch(gates={2: asyncio.Event()})
     runner, budget = runner_of(watch, Starts())
     loop = new_loop(Random(1), Trace())  # its time passes only when nothing else is left to do
@@ -292,13 +292,13 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_ar
         (3, 3, 16, [3]),
     ],
 )
-def test_the_last_batches_of_what_is_read_are_ever_smaller(count, resident, size, lengths):
+def test_the_last_batches_of_a_read_get_smaller(count, resident, size, lengths):
     cuts = planned(count, resident).cuts(size, 64)
 
     assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths
 
 
-async def test_each_batch_is_admitted_before_it_begins_and_what_it_was_given_goes_back():
+async def test_each_batch_is_admitted_before_it_begins_and_its_reservation_is_released():
     asked, held = [], []
     watch = Watch()
 

@@ -65,7 +65,7 @@ async def test_checksums_taken_by_the_copy_are_those_of_the_records(rig, digests
     assert all(wanted and given for wanted, given in digests)
 
 
-async def test_checksums_are_taken_anew_behind_a_stage_that_changes_payloads(rig, digests):
+async def test_checksums_are_computed_again_after_a_stage_that_changes_payloads(rig, digests):
     registry = Made().registry
     registry._given[STAGES]["flip"] = flip
     stages = [*STORE[:4], "flip", *STORE[4:]]

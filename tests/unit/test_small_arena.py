@@ -103,7 +103,7 @@ async def test_a_tier_that_fails_is_a_counted_drop_and_no_wait():
 
 
 @pytest.mark.parametrize("steps", range(0, 120, 7))
-async def test_cancelled_at_any_await_no_room_is_lost(steps):
+async def test_a_cancellation_at_any_await_loses_no_slab(steps):
     rig, made = rig_of(4), Made()
     async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
         task = asyncio.ensure_future(engine.store(TOKENS, SLOTS))

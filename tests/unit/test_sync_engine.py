@@ -219,7 +219,7 @@ def test_leading_false_tokens_of_a_mask_are_not_loaded(engine, paged, skip):
 
 
 @pytest.mark.parametrize("skipped", [[8], [0, 9, 17], [3, 4, 5], list(range(8, 16)), [39]])
-def test_slots_of_minus_one_are_not_written_and_the_mask_says_so(engine, paged, skipped):
+def test_slots_of_minus_one_are_not_written_and_are_false_in_the_mask(engine, paged, skipped):
     store(engine, paged)
     paged.wipe()
     slots = torch.arange(40)
@@ -337,7 +337,7 @@ def test_invalid_tenants_are_refused(engine, paged, verb, kwargs, match):
     ],
     ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_other_requests_never_see_what_was_stored_for_one(engine, paged, kwargs):
+def test_requests_with_other_labels_are_misses(engine, paged, kwargs):
     store(engine, paged, **kwargs)
     other = {name: {"b": 1} if isinstance(value, dict) else "b" for name, value in kwargs.items()}
     if "request_configs" in kwargs:
@@ -477,7 +477,7 @@ def test_after_close_or_destroy_the_id_is_free_and_unknown_ids_are_fine(builder,
 
 
 @pytest.mark.parametrize("clear", [False, True])
-def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, made, paged, clear):
+def test_destroy_keeps_the_content_of_persistent_tiers_unless_clear_is_given(builder, made, paged, clear):
     engine = builder.get_or_create("a", config(tiers=["cpu", "dict"]), kv_caches=paged.caches)
     store(engine, paged)
     builder.destroy("a", clear=clear)
@@ -488,7 +488,7 @@ def test_destroy_keeps_what_persistent_tiers_hold_unless_told_to_clear(builder, 
     check_retrieve(engine, paged, expected=[True] * hit + [False] * (40 - hit))
 
 
-def test_destroy_writes_what_is_queued_first(builder, made, paged):
+def test_destroy_writes_the_queue_first(builder, made, paged):
     engine = builder.get_or_create(
         "a", config(tiers=["cpu", "dict"], shutdown_timeout_s=LONG_S), kv_caches=paged.caches
     )

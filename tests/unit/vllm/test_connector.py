@@ -271,7 +271,7 @@ def test_vllms_scheduler_reads_policy_and_role_after_it_has_made_the_connector(n
     assert "kv_transfer_config = self.vllm_config.kv_transfer_config" in source
 
 
-def test_vllm_knows_the_name_from_its_plugins_and_registering_again_is_harmless():
+def test_the_plugin_registers_the_name_in_vllm_and_may_run_twice():
     register()
     register()
 

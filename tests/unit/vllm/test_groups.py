@@ -106,7 +106,7 @@ def records_of_chunks(
 
 
 @given(groups=models(), num_tokens=st.integers(1, 60), data=st.data())
-def test_a_hit_is_that_of_vllms_coordinator_on_what_is_stored(groups, num_tokens, data):
+def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, num_tokens, data):
     """Any of the chunks, and any of the records for up to three boundaries, may have been evicted.
 
     For each position the coordinator says whether a request can continue there with the chunks and the records for this

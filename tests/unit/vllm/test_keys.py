@@ -67,7 +67,7 @@ def test_an_image_is_part_of_the_keys_and_its_text_is_kept_by_chunk():
     assert set(image.texts_of(1, 3)) == {0}
 
 
-def test_the_candidates_at_a_hole_are_what_a_shorter_prompt_stored_there():
+def test_the_candidates_at_a_missing_chunk_include_the_tail_of_a_shorter_prompt():
     longer, shorter = opened(list(range(30))), opened(list(range(14)))
     for chain in (longer, shorter):
         chain.extend(len(chain.source), lambda: None)

@@ -166,7 +166,7 @@ PROMPT = list(range(30))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def test_a_hit_is_what_every_rank_has(ranks: Ranks):
+def test_a_hit_is_the_prefix_that_every_rank_has(ranks: Ranks):
     ranks.serve_all()
     ranks.hold(0, PROMPT)
     ranks.hold(1, PROMPT[:16])
@@ -352,7 +352,7 @@ def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(ranks: Ranks, s
     ]
 
 
-def test_a_lookup_given_up_before_its_answer_leaves_no_pins(ranks: Ranks, until):
+def test_a_lookup_abandoned_before_its_answer_leaves_no_pins(ranks: Ranks, until):
     ranks.serve_all()
     ranks.hold(0, PROMPT)
     ranks.engines[0].gate = threading.Event()

@@ -52,7 +52,7 @@ def test_recomputed_and_generated_tokens_are_not_promised_beyond_the_prompt():
     assert promise.tokens == 6
 
 
-def test_a_request_that_was_aborted_in_its_prefill_promises_what_is_computed():
+def test_a_request_aborted_during_its_prefill_promises_its_computed_tokens():
     bench = Bench(roles=PRODUCER)
     request = bench.request(40)
     bench.step((request, 20))
@@ -263,7 +263,7 @@ def test_a_wait_is_at_most_as_long_as_the_promise():
     assert asked_with(bench)[1] == 0.5
 
 
-def test_the_wait_goes_on_when_a_request_is_preempted_and_does_not_begin_again():
+def test_the_wait_continues_when_a_request_is_preempted():
     bench = Bench()
     request = bench.request(20, params=PROMISE.params())
     for at, left in [(0.5, 1.5), (3.0, 0.0)]:

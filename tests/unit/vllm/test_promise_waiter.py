@@ -136,7 +136,7 @@ def test_chunks_that_arrive_in_time_are_awaited_and_found_soon(at: float):
     run(test)
 
 
-def test_while_it_waits_it_asks_for_one_key_alone_and_seldom():
+def test_while_waiting_it_looks_up_only_the_first_missing_key_at_growing_intervals():
     async def test(bench: Bench) -> None:
         answer, _, when = await bench.ask(WHOLE)
         assert (answer.hit_tokens(CHUNK), when) == (0, AT_THE_END)
@@ -149,7 +149,7 @@ def test_while_it_waits_it_asks_for_one_key_alone_and_seldom():
     run(test)
 
 
-def test_when_the_time_is_over_what_is_there_is_the_hit():
+def test_at_the_deadline_the_stored_prefix_is_the_hit():
     async def test(bench: Bench) -> None:
         bench.put(PROMPT[:8], 0.0)
         bench.put(PROMPT[:16], 1.0, first=1)
@@ -213,7 +213,7 @@ def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(promise: Pro
     run(test)
 
 
-def test_a_lookup_after_the_time_is_over_asks_once_and_counts_nothing():
+def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing():
     async def test(bench: Bench) -> None:
         answer, lookup, when = await bench.ask(WHOLE, wait_s=0.0)
         assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (0, AT_ONCE, True)

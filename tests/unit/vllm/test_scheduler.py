@@ -403,7 +403,7 @@ def test_a_request_with_tags_that_name_nothing_is_neither_loaded_nor_stored(tags
     assert bench.step((request, 20)).stores == ()
 
 
-def test_a_preempted_request_is_looked_up_again_with_what_it_has_generated():
+def test_a_preempted_request_is_looked_up_again_with_its_generated_tokens():
     bench = Bench()
     request = bench.request(20)
     bench.answer(request, MISS)
@@ -416,7 +416,7 @@ def test_a_preempted_request_is_looked_up_again_with_what_it_has_generated():
     assert bench.client.released == bench.client.asked[:1]
 
 
-def test_a_miss_that_waited_long_in_the_queue_asks_again_but_few_do_in_one_step():
+def test_a_miss_that_waited_long_in_the_queue_is_looked_up_again_with_a_limit_per_step():
     bench = Bench()
     requests = [bench.request(20) for _ in range(20)]
     for lookup in bench.client.asked:
@@ -492,7 +492,7 @@ def test_a_request_aborted_in_the_middle_of_its_load_stores_nothing_and_gives_it
     assert not bench.scheduler.has_work
 
 
-def test_after_a_failed_load_vllm_computes_and_what_was_computed_is_stored_again():
+def test_after_a_failed_load_vllm_computes_and_the_computed_chunks_are_stored_again():
     bench = Bench()
     request, job = load(bench, hit(4, 4), num_tokens=37, local=0)
     bad = job.touched_blocks()[5:]  # from the second chunk on
@@ -840,7 +840,9 @@ def test_every_group_of_full_attention_has_keys_of_its_own_for_the_same_chunks()
     [(hit(2), 36, [(16, 32), (32, 36)]), (hit(4, 4), 37, [])],
     ids=["chunks", "all"],
 )
-def test_what_the_lookup_found_is_not_stored_again(found: Answer, tokens: int, stored: list[tuple[int, int]]):
+def test_chunks_found_by_the_lookup_are_not_stored_again(
+    found: Answer, tokens: int, stored: list[tuple[int, int]]
+):
     bench = Bench()
     request, _ = load(bench, found, num_tokens=tokens, local=0)
     bench.report(finished={request.request_id})
@@ -990,7 +992,7 @@ def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back(
 # Reset
 
 
-def test_after_a_reset_all_is_a_miss_until_it_is_done_and_then_asked_anew():
+def test_after_a_reset_everything_is_a_miss_until_it_is_done_and_then_looked_up_again():
     bench = Bench()
     request = bench.request(20)
     bench.answer(request, hit(2))

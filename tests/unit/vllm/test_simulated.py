@@ -253,7 +253,7 @@ def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: 
     assert_nothing_is_held(sim)
 
 
-def test_a_request_aborted_in_the_middle_of_its_prefill_leaves_what_was_computed(simulators: Simulators):
+def test_a_request_aborted_during_its_prefill_stores_its_computed_chunks(simulators: Simulators):
     sim = simulators()
     tokens = prompt(500)
     sim.add("cold", tokens)

@@ -418,7 +418,7 @@ def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVL
     assert side.take_report() is not None
 
 
-def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm_goes_on(
+def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm_continues(
     socket_dir: Path, layout: KVLayout, until: Until, monkeypatch: pytest.MonkeyPatch
 ):
     loops = BrokenLoops(monkeypatch)
@@ -517,7 +517,7 @@ def test_blocks_a_layerwise_load_did_not_find_are_known_when_the_forward_ends(de
     assert deep.take_finished() == set()
 
 
-def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
+def test_a_layerwise_load_that_does_not_begin_is_abandoned_and_never_written(
     deep: Worker, until: Until, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worker_module, "BEGIN_S", 0.0)
@@ -540,7 +540,7 @@ def test_a_layerwise_load_that_does_not_begin_is_given_up_and_never_written(
     assert deep.take_failed_blocks() == set()
 
 
-def test_a_forward_that_does_not_wait_for_every_layer_has_used_what_was_not_there(deep: Worker):
+def test_a_forward_pass_that_does_not_wait_for_every_layer_fails_the_load(deep: Worker):
     deep.begin_step(waited_load())
     deep.wait_for_layer("first")
 
