@@ -15,7 +15,7 @@ class FetchStage:
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
         self._stack = stack
         self._arena = arena
-        self._timeout_s = config.retrieve.timeout_s
+        self._timeout_s = config.retrieve.allocate_timeout_s
 
     async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
         keys = [chunk.key for chunk in batch.chunks]

@@ -262,6 +262,11 @@ class RetrieveConfig(ChainConfig):
     promote: Flag = True
     """Copy chunks found in a slower tier into the faster ones."""
 
+    @property
+    def allocate_timeout_s(self) -> float:
+        """Longest wait of a chunk for arena memory in seconds. Chunks before it that got memory are loaded afterwards."""
+        return self.timeout_s / 2
+
 
 class PluginsConfig(Section):
     """Allowed sources of tiers, layers and stages."""

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from lmcache_async.config import load_config
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.pipeline.batch import NO_ROWS, PlannedBatch, RetrieveRequest
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.stages.fetch import FetchStage
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
 from lmcache_async.testing.records import allocator, key_of, small_arena
@@ -23,6 +26,7 @@ from lmcache_async.testing.steps import cancelled_at_each_await, turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.stack import StackedTier, TierStack
 from lmcache_async.tiers.writer import TierWriter
+from lmcache_async.types import Chunk
 from tests.support.tiers import handle_of
 from tests.tiers.layered import in_virtual_time
 
@@ -186,6 +190,23 @@ async def test_without_memory_for_all_the_leading_chunks_are_served():
         assert fetched.cause == "vanished"
         check_and_release(fetched, range(len(fetched.buffers)))
     assert arena.statistics().leased_slabs == 0
+    arena.close()
+
+
+@in_virtual_time
+async def test_leading_chunks_with_memory_are_fetched_before_the_deadline_of_the_retrieve():
+    arena = small_arena(2)
+    config = load_config(env={}, extra={"retrieve.timeout_s": 10})
+    chunks = tuple(Chunk(key_of(n), n, np.zeros(1, np.int32)) for n in range(4))
+    batch = PlannedBatch(
+        request=RetrieveRequest(chunks=chunks), chunks=chunks, rows=(NO_ROWS,) * 4, tiers=(0,) * 4
+    )
+    async with Opened(arena, holding([0, 1, 2, 3])) as stack:
+        async with asyncio.timeout(9):  # the rest is for the copy
+            fetched = await FetchStage(stack, arena, config)(batch)
+
+        assert len(fetched.chunks) == 2
+        check_and_release(fetched, [0, 1])
     arena.close()
 
 
