@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from concurrent.futures.thread import _threads_queues
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Task: TypeAlias = "asyncio.Task[Any] | None"
+
+_joined_at_exit = cast("MutableMapping[Any, Any]", _threads_queues)
+"""Threads of all pools. `concurrent.futures` joins them when the interpreter ends."""
 
 
 class WorkerPool(ThreadPoolExecutor):
@@ -28,6 +32,11 @@ class WorkerPool(ThreadPoolExecutor):
         future = super().submit(call)
         future.add_done_callback(call.forget)  # a cancelled call stays in the queue until a thread takes it
         return future
+
+    def abandon(self) -> None:
+        """Do not wait for running calls when the interpreter ends. Daemon threads are then ended with it."""
+        for worker in self._threads:
+            _joined_at_exit.pop(worker, None)
 
     def _adjust_thread_count(self) -> None:
         """Start a thread for a call that `submit` has queued, if it can be started or there is no other."""

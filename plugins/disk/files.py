@@ -415,7 +415,12 @@ class DiskThreads:
             pool.shutdown(wait=True, cancel_futures=cancel and pool is not self.reads)
 
     def close_later(self, when_ended: Callable[[], None]) -> None:
-        """Start no further call. Call `when_ended`, in a thread, when the running calls have ended."""
+        """Start no further call. Call `when_ended`, in a thread, when the running calls have ended.
+
+        The interpreter does not wait for them if it ends before, and the pools were used by a daemon thread.
+        """
+        for pool in (self.deletions, self.calls, self.stamps, self.reads):
+            pool.abandon()
 
         def wait() -> None:
             self.close(cancel=True)

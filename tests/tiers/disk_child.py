@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
@@ -18,6 +19,7 @@ from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
 from tests.support.forks import say, serve
 from tests.support.processes import open_fds
+from tests.support.tiers import handle_of
 
 NOBODY = 65534
 
@@ -260,6 +262,24 @@ def no_rights(path: str) -> None:
             say(f"{await rig.get(1)}")
 
     asyncio.run(do())
+
+
+def end_while_stuck(path: str) -> None:
+    """Give up closing a tier whose disk never answers."""
+
+    async def do() -> None:
+        handle = handle_of(DiskTier(DiskConfig(path=path, max_bytes=1 << 20)), timeout_s=0.05)
+        arena = small_arena(1)
+        async with handle:
+            os.pwrite = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+            with record(arena, 1) as buffer:
+                [error] = await handle.put([(key_of(1), buffer)])
+                say(type(error).__name__)
+
+    loop = LoopThread()
+    loop.submit(do()).result()
+    loop.close(0.05)
+    say("closed")
 
 
 SYSTEM_CALLS = (

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from lmcache_async.errors import TierClosedError, TierError, TierUnavailableErro
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
+from tests.support.forks import REPOSITORY
 from tests.support.gates import Gate
 from tests.support.processes import open_fds
 from tests.support.tiers import handle_of
@@ -191,6 +194,21 @@ async def test_a_cancelled_closing_keeps_the_lock_until_hanging_calls_have_ended
     await writing
     buffer.release()
     await reopened(config, holds=1)
+
+
+def test_the_interpreter_ends_although_a_call_is_stuck(tmp_path):
+    code = f"from tests.tiers.disk_child import end_while_stuck; end_while_stuck({str(tmp_path)!r})"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert ended.stdout.split() == ["TierUnavailableError", "closed"]
 
 
 async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(config, arena, monkeypatch):
