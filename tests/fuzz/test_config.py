@@ -120,7 +120,7 @@ def bomb(width: int, depth: int) -> str:
     ids=["wide", "deep", "lists", "maps", "keys", "items", "questions", "digits", "text", "tag", "anchor"],
 )
 @pytest.mark.parametrize("place", ["file", "variable"])
-def test_bombs_are_refused_in_little_memory(tmp_path, text, place):
+def test_yaml_bombs_are_refused_with_little_memory(tmp_path, text, place):
     file = tmp_path / "kv.yaml"
     file.write_text(text)
     sources = {"path": file} if place == "file" else {"env": {"LMCACHE_ASYNC_ARENA": "{" + text}}

@@ -19,7 +19,7 @@ def network() -> Iterator[Network]:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_bad_network_costs_hits_alone(network: Network, tier: str) -> None:
+def test_a_bad_network_costs_only_hits(network: Network, tier: str) -> None:
     outcome = Outcome("hosts")
 
     torture(network, tier, outcome)

@@ -264,7 +264,7 @@ def test_a_pool_uses_a_failed_server_again_after_a_pause():
     assert {pool.take(), pool.take()} == {"http://a", "http://b"}
 
 
-async def test_other_paths_are_asked_of_a_decoder(setup: Setup):
+async def test_other_paths_are_forwarded_to_a_decoder(setup: Setup):
     async with setup.client.get(f"{setup.url}/v1/models") as answer:
         assert await answer.json() == {"data": ["m"]}
 

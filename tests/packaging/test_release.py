@@ -89,9 +89,7 @@ def test_wheel_and_source_hold_the_modules_of_the_tree(built: tuple[Path, Path])
     assert {"lmcache_async/stages/seal.py", "lmcache_async/plugins/disk/tier.py"} <= modules()
 
 
-def test_a_module_that_is_missing_is_noticed(
-    built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_module_is_detected(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.release.modules", lambda: modules() | {"lmcache_async/more.py"})
 
     with pytest.raises(ReleaseError, match=r"lmcache_async/more\.py"):

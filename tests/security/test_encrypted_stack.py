@@ -61,7 +61,7 @@ async def given(arena, stack, keys, plain, secret):
     return outcomes
 
 
-async def test_memory_gets_the_record_and_all_others_its_secret_form(arena, outside, records):
+async def test_tiers_in_the_arena_get_the_record_and_others_its_encrypted_form(arena, outside, records):
     stack = TierStack(
         [StackedTier("cpu", handle_of(CPUTier(CPUConfig()))), outside], write_timeout_s=0, encrypted=True
     )

@@ -393,7 +393,7 @@ async def test_a_client_rejects_a_server_without_the_secret():
     await listener.wait_closed()
 
 
-async def test_before_the_proof_nothing_is_answered():
+async def test_nothing_is_answered_before_authentication():
     engine = Engine()
     server, address = await over_tcp(engine)
     reader, writer = await asyncio.open_connection(address.host, address.port)

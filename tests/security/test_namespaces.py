@@ -212,7 +212,7 @@ def test_one_adapter_under_two_paths_is_one(tmp_path):
     )
 
 
-def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path):
+def test_an_unreadable_adapter_is_different_from_all_others(tmp_path):
     names = AdapterFingerprints()
     adapter = Adapter("sql", str(tmp_path / "none"), load_id=1)
     again = dataclasses.replace(adapter, load_id=2)
@@ -221,7 +221,7 @@ def test_an_adapter_that_cannot_be_read_is_like_no_other(tmp_path):
     assert len({names.of(adapter), names.of(again), AdapterFingerprints().of(adapter)}) == 3
 
 
-def test_hostile_tenants_adapters_are_told_apart_by_every_byte(tmp_path):
+def test_adapters_of_hostile_tenants_are_identified_by_every_byte(tmp_path):
     content = bytearray(40_000)
     folder = model_at(tmp_path / "lora", bytes(content))
     careless, careful = AdapterFingerprints(), AdapterFingerprints("blake3")

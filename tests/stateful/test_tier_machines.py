@@ -58,7 +58,7 @@ class FaultyMachine(TierMachine):
 @pytest.mark.parametrize(
     "machine", [DictMachine, PersistentDictMachine, CPUMachine, HandleMachine, FaultyMachine]
 )
-def test_a_tier_is_a_dict(machine, loop_factory):
+def test_a_tier_behaves_like_a_dict(machine, loop_factory):
     on_loop = type(machine.__name__, (machine,), {"loop_factory": staticmethod(loop_factory)})
 
     run_state_machine_as_test(on_loop, settings=machine_settings(12, 20))

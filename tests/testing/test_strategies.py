@@ -17,7 +17,7 @@ def test_a_key_has_sixteen_bytes(key):
     assert len(key) == KEY_BYTES
 
 
-def test_keys_reach_those_that_a_careless_backend_trips_over():
+def test_chunk_keys_include_keys_that_need_escaping():
     wanted = {b"../../etc/passwd", bytes(KEY_BYTES), b"\xff" * KEY_BYTES}
 
     for key in wanted:

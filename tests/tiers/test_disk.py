@@ -466,7 +466,7 @@ async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
         assert await get(tier, allocate, 2)
 
 
-async def test_a_file_system_without_direct_io_is_found_out(config, arena, allocate, monkeypatch):
+async def test_a_file_system_without_direct_io_is_detected(config, arena, allocate, monkeypatch):
     real = os.open
 
     def refuse(path: object, flags: int, *args: int, **options: int) -> int:

@@ -49,7 +49,7 @@ def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_ro
     assert said[1:] == ["stored", "stored hit"]
 
 
-def test_rights_taken_away_cost_hits_and_come_back(children, place):
+def test_revoked_permissions_cost_hits_until_they_are_restored(children, place):
     said = children.run("no_rights", path=str(place))
 
     refused = "TierUnavailableError"

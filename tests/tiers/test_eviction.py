@@ -92,7 +92,7 @@ def test_prompts_stored_piecewise_and_interleaved_keep_their_prefixes(forest, da
 
 
 @given(forest=forests(), data=st.data())
-def test_a_batch_without_its_beginning_still_goes_suffix_first(forest, data):
+def test_a_batch_without_its_beginning_is_evicted_suffix_first(forest, data):
     policy = LRUPolicy()
     prompt = forest.path(data.draw(st.integers(0, len(forest.parents) - 1)))
     first = data.draw(st.integers(0, len(prompt) - 1))
@@ -227,7 +227,7 @@ def test_every_chunk_stays_evictable_for_any_order_of_calls(batches, drop):
     assert len(policy.evict(count, anyone)) == count
 
 
-def test_a_batch_with_gaps_does_not_unlearn_a_gapless_one():
+def test_a_batch_with_gaps_keeps_the_order_of_an_earlier_gapless_one():
     policy = LRUPolicy()
     use(policy, [key(0), key(1), key(2)])
     policy.touch([key(0), key(2)], gapless=False)

@@ -84,7 +84,7 @@ async def test_a_fault_that_raises_is_for_one_call(arena, allocate, kind, error)
     assert await tier.contains(key_of(1))
 
 
-async def test_a_flipped_byte_and_a_cut_are_found_out_by_the_record(arena, allocate):
+async def test_a_flipped_byte_and_a_truncation_are_detected_by_the_record(arena, allocate):
     tier = await holding(arena, Fault("flip", position=-1), Fault("cut", position=5000))
     for _ in range(2):
         got = await tier.get(key_of(1), allocate)

@@ -120,7 +120,7 @@ async def test_a_lease_outlives_the_tier(daemon, arena, allocate):
     await daemon.until_leases((0, 0), "t")
 
 
-async def test_a_lease_outlives_the_daemon_and_is_none_of_the_next_ones(arena, allocate):
+async def test_a_lease_outlives_its_daemon_and_is_unknown_to_the_next_one(arena, allocate):
     with socket_path() as path:
         with ThreadedDaemon(path, max_bytes="2MiB") as first:
             tier = opened(first, arena)
@@ -258,7 +258,7 @@ async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lea
         await daemon.until_leases((0, 0), "t")  # leases of late answers are released
 
 
-async def test_a_daemon_far_behind_is_asked_no_more(daemon, tier, arena):
+async def test_no_request_is_sent_to_a_daemon_with_too_many_unanswered_ones(daemon, tier, arena):
     with Frozen(daemon):
         calls = [asyncio.ensure_future(tier.contains(key_of(1))) for _ in range(MAX_UNANSWERED + 10)]
         done, running = await asyncio.wait(calls, timeout=0.0)

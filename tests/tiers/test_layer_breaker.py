@@ -167,7 +167,7 @@ async def test_errors_that_count_as_failures(error, counts):
 
 
 @in_virtual_time
-async def test_misses_are_answers(arena):
+async def test_misses_are_not_failures(arena):
     tier = broken_by(ToldTier())
     for _ in range(10):
         assert await tier.get(KEYS[0], allocator(arena)) is None
@@ -197,7 +197,7 @@ async def test_a_batch_is_one_call_that_fails_with_its_share_of_failed_chunks(ar
 
 
 @in_virtual_time
-async def test_chunks_that_found_no_memory_of_ours_are_no_failures(arena):
+async def test_chunks_without_arena_memory_are_no_failures_of_the_tier(arena):
     class NoMemory(ToldTier):
         async def get_many(self, keys, allocate):
             error = TierUnavailableError("no memory to read into")
@@ -223,7 +223,7 @@ async def test_slow_reads_count_as_failures_but_return_their_results(arena):
 
 
 @in_virtual_time
-async def test_slow_writes_are_none_unless_that_is_asked_for(arena):
+async def test_slow_writes_are_failures_only_with_slow_write_s(arena):
     for options, state in (({}, CLOSED), ({"slow_write_s": 4}, OPEN)):
         inner = ToldTier()
         tier = broken_by(inner, **options)
@@ -289,7 +289,7 @@ async def test_calls_that_cannot_be_cancelled_open_it_too():
 
 
 @in_virtual_time
-async def test_lookups_in_our_own_memory_hide_no_failures_and_are_no_probes(arena):
+async def test_lookups_in_a_local_index_hide_no_failures_and_are_no_probes(arena):
     inner = fill(ToldTier(far=False), 4)
     tier = broken_by(inner)
     for _ in range(2):
@@ -426,7 +426,7 @@ def test_a_probe_that_fails_opens_it_again_for_twice_as_long_up_to_a_bound_and_s
     assert circuit.admits(now + 4.0)
 
 
-def test_a_call_from_before_it_opened_decides_nothing_later():
+def test_a_call_admitted_before_the_circuit_opened_does_not_count():
     circuit = Circuit(RULES, OVERDUE_S)
     late = circuit.enter(0.0)
     for _ in range(3):

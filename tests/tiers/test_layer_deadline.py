@@ -81,7 +81,7 @@ async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
 
 
 @in_virtual_time
-async def test_lookups_in_our_own_memory_are_not_bounded():
+async def test_lookups_in_a_local_index_are_not_bounded():
     inner = fill(ToldTier(far=False), 1)
     inner.told.append(20)
 

@@ -68,7 +68,7 @@ async def test_errors_strike_single_chunks_of_a_batch(arena):
 @pytest.mark.parametrize(
     "verb", ["contains", "contains_many", "count_prefix", "get", "put", "remove", "reject"]
 )
-async def test_every_verb_fails_when_the_dice_say_so(arena, verb):
+async def test_every_verb_fails_when_a_fault_is_drawn(arena, verb):
     with pytest.raises(TierUnavailableError, match=r"tier 't': injected failure of \w+"):
         await call(faulty(error=1), verb, arena)
 
@@ -120,7 +120,7 @@ async def test_a_truncated_record_is_the_start_of_the_right_one(arena):
         assert len(got) < len(content(number))
 
 
-async def test_another_chunks_record_is_one_that_was_put(arena):
+async def test_the_damage_other_returns_a_record_that_was_put(arena):
     tier = faulty(corrupt=1, damages=["other"], seed=3)
     await put_all(tier, arena)
 

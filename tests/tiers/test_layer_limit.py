@@ -169,7 +169,7 @@ async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
 
 
 @in_virtual_time
-async def test_lookups_in_our_own_memory_do_not_wait():
+async def test_lookups_in_a_local_index_do_not_wait():
     inner = fill(ToldTier(far=False), 6)
     inner.told.append(HANG)
     tier = limited(inner, max_calls=1)

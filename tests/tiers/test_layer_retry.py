@@ -112,7 +112,7 @@ async def test_permanent_errors_are_not_retried(error):
 
 
 @in_virtual_time
-async def test_chunks_that_found_no_memory_of_ours_are_not_asked_for_again(arena):
+async def test_chunks_without_arena_memory_are_not_retried(arena):
     """Retries would wait for memory while holding the memory of the others."""
     error = TierUnavailableError("no memory to read into")
     error.__cause__ = BudgetExceededError("none")

@@ -166,7 +166,7 @@ def test_a_recovered_tier_serves_again():
 
 
 @pytest.mark.parametrize("tier_class", [FailingTier, HangingTier])
-def test_without_layers_the_border_alone_still_ends_every_call_in_time(tier_class):
+def test_without_layers_the_handle_still_ends_every_call_in_time(tier_class):
     async def rounds(client, tier):
         del tier
         await client.rounds(3)

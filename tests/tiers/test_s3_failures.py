@@ -122,7 +122,7 @@ async def test_a_store_that_does_not_answer_yet_does_not_stop_the_start(
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_a_slow_server_is_an_error_within_the_requests_time(s3_server, proxy, arena, allocate, options):
+async def test_a_slow_server_is_an_error_within_request_timeout_s(s3_server, proxy, arena, allocate, options):
     config = s3_server.config(**options)
     async with await open_tier(config, arena) as tier:
         await TierRig(tier, arena).put(1)

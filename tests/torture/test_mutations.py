@@ -55,5 +55,5 @@ def test_a_mutation_that_does_not_fit_says_what_to_do(source, new, message):
         (5, "no tests ran", False),
     ],
 )
-def test_only_a_failing_test_counts_as_notice(status, output, noticed):
+def test_only_a_failing_test_counts_as_detection(status, output, noticed):
     assert verdict(status, output)[0] is noticed

@@ -89,7 +89,7 @@ async def test_a_deadline_ends_only_its_own_wait(arena: Arena) -> None:
     release(buffers)
 
 
-async def test_lease_many_gives_as_many_leading_ones_as_there_can_ever_be(arena: Arena) -> None:
+async def test_lease_many_returns_as_many_leading_buffers_as_the_arena_can_hold(arena: Arena) -> None:
     buffers = await arena.lease_many([10] * 9, timeout_s=FOREVER)
     assert [buffer.nbytes for buffer in buffers] == [10] * SLABS
     release(buffers)

@@ -194,7 +194,9 @@ def test_bytes_are_written_to_the_start_of_a_buffer_only(arena: Arena) -> None:
         buffer.write(b"head")
 
 
-def test_an_owned_lease_may_be_released_twice_and_its_leases_are_the_owners_to_know(arena: Arena) -> None:
+def test_an_owned_lease_may_be_released_twice_and_its_owner_is_notified_of_further_leases(
+    arena: Arena,
+) -> None:
     owner = Owner()
     with leased(arena) as buffer:
         lease = buffer.lend(owner)

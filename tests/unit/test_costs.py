@@ -50,7 +50,7 @@ async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
     assert costs.ends([]) == ()
 
 
-async def test_loads_through_the_engine_are_learnt_and_told_by_lookups(engine):
+async def test_loads_of_the_engine_are_measured_and_reported_by_lookups(engine):
     keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
     assert (await engine.lookup_keys(keys)).costs == ((5, 0.0),)
 
@@ -83,7 +83,7 @@ async def test_a_tier_without_loads_is_measured_during_a_lookup(engine, monkeypa
     assert not engine._parts.arena.statistics().leased_slabs
 
 
-async def test_a_measurement_that_fails_or_finds_nothing_says_nothing(engine, monkeypatch):
+async def test_a_measurement_that_fails_or_finds_nothing_changes_no_cost(engine, monkeypatch):
     costs = engine._costs
     leased = engine._parts.arena.statistics().leased_slabs
 
@@ -153,7 +153,7 @@ def test_one_observation_is_a_rate(count, took):
 
 
 @given(st.lists(st.tuples(counts, seconds), min_size=1, max_size=20), counts, counts)
-def test_more_never_takes_less_and_nothing_is_negative_or_endless(observations, one, other):
+def test_more_chunks_never_take_less_time_and_times_are_finite(observations, one, other):
     line = line_of(*observations)
 
     low, high = sorted((line.seconds(one), line.seconds(other)))

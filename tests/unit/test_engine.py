@@ -138,7 +138,7 @@ async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
         await check_retrieve(rig, engine, expected=[True] * 40)
 
 
-async def test_questions_to_a_silent_tier_end_at_the_retrieves_deadline():
+async def test_lookups_of_a_silent_tier_end_at_the_deadline_of_the_retrieve():
     rig = Rig()
     silent = altered(contains=hang, count_prefix=hang, contains_many=hang)
     registry = registry_of(silent=silent)

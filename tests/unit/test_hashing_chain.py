@@ -119,7 +119,7 @@ def test_a_chunk_has_the_images_that_reach_it_relative_to_its_start(spans, texts
 
 
 @given(tokens.filter(bool), tokens)
-def test_a_partial_chunks_key_is_never_a_full_ones(head, ids):
+def test_the_key_of_a_partial_chunk_is_never_that_of_a_full_one(head, ids):
     ids = head + ids
     one = hasher()
     full = one.extend_keys(ids)

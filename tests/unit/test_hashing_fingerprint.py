@@ -162,7 +162,7 @@ def test_other_files_do_not_change_the_fingerprint(model, mode):
     assert weights_fingerprint(model, mode=mode) == before
 
 
-def test_a_processor_is_known_by_its_files_wherever_they_lie(model, tmp_path):
+def test_a_processor_is_identified_by_its_files_at_any_path(model, tmp_path):
     assert processor_fingerprint(model) == ""
     (model / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     (model / "tekken.json").write_text('{"image": {}}')

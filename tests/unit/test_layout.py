@@ -60,7 +60,7 @@ def test_planes_cover_exactly_the_bytes_of_all_rows_once(form, num_blocks):
 
 
 @given(cache_forms(), st.integers(1, 5), st.integers(1, 5))
-def test_text_says_nothing_of_blocks_and_addresses(form, some, other):
+def test_the_text_of_a_layout_does_not_depend_on_blocks_and_addresses(form, some, other):
     assert form.build(some).layout.text == form.build(other, seed=1).layout.text
 
 
@@ -89,7 +89,7 @@ def test_text_is_the_same_on_another_device(order):
     assert form.build(3).layout.text == form.build(3, device="meta").layout.text
 
 
-def test_text_tells_every_form_apart():
+def test_the_text_of_a_layout_differs_for_every_form():
     base = CacheForm(tokens=6, heads=3, content=6)
     changes = [{}]
     changes += [{"order": order} for order in VLLM_ORDERS if order != "LBNHC"]
@@ -102,7 +102,7 @@ def test_text_tells_every_form_apart():
     assert len(set(texts)) == len(texts)
 
 
-def test_text_tells_layers_apart_by_name_and_order():
+def test_the_text_of_a_layout_depends_on_names_and_order_of_layers():
     tensors = list(CacheForm().build(4).tensors)
 
     texts = {

@@ -98,7 +98,7 @@ def test_causes_that_carry_data_do_not_grow_the_table_for_ever(times):
     assert len(log.limited._causes) <= LimitedLogger._MAX_CAUSES
 
 
-def test_a_flood_of_other_causes_does_not_open_the_gate_for_a_busy_one():
+def test_many_other_causes_do_not_lift_the_rate_limit_of_a_frequent_one():
     log = Limited(interval_s=30)
     for number in range(3000):
         log.now = number / 1000

@@ -78,7 +78,7 @@ def test_sealed_records_are_verified_and_parsed(
     assert peek_sizes(memoryview(data)[:PAGE]) == (format.header_bytes, len(data))
 
 
-def test_nothing_of_the_slabs_last_user_stays_in_the_header() -> None:
+def test_the_header_contains_no_bytes_of_the_former_user_of_the_slab() -> None:
     data = sealed()
     fields_end = header_module.PREFIX.size + int.from_bytes(data[14:18], "little")
 
@@ -166,7 +166,7 @@ def test_a_size_out_of_bounds_is_refused_before_it_is_used(offset: int, size: in
         ("length", {"format": dataclasses.replace(FORMAT, chunk_size=4096)}),
     ],
 )
-def test_a_whole_record_of_something_else_is_corrupt(cause: str, changes: dict[str, object]) -> None:
+def test_a_valid_record_of_other_content_is_corrupt(cause: str, changes: dict[str, object]) -> None:
     assert cause_of(sealed(), **changes) == cause
 
 

@@ -65,7 +65,7 @@ def test_available_is_read_from_metadata_without_an_import(site):
 
 
 @pytest.mark.parametrize(("group", "kind"), [(STAGES, "stage"), (LAYERS, "layer")])
-def test_the_groups_are_apart(site, group, kind):
+def test_entry_point_groups_are_separate(site, group, kind):
     site.distribution("others", ["x = others:own"], group=group).module("others", "own = 7\n")
 
     registry = site.registry()
@@ -89,7 +89,7 @@ def test_an_unknown_name_lists_the_names_and_the_nearest(site):
 
 
 @pytest.mark.parametrize("name", ["lmcache-async", "LMCache_Async"])
-def test_the_bundled_one_wins_its_name(site, name):
+def test_a_bundled_plug_in_takes_precedence_over_another_of_its_name(site, name):
     site.distribution("a-tiers", ["cpu = theirs:Tier"]).distribution(name, ["cpu = ours_module:Tier"])
     site.module("ours_module")
 
@@ -165,7 +165,7 @@ def test_a_missing_package_is_named_with_what_to_install(site, requires, install
         (None, "No module named 'some_tiers'"),
     ],
 )
-def test_a_plug_in_that_is_not_where_it_says_is_refused(site, module, why):
+def test_an_entry_point_without_its_object_is_refused(site, module, why):
     site.distribution("some-tiers", ["a = some_tiers:Tier"])
     if module is not None:
         site.module("some_tiers", module)

@@ -115,7 +115,7 @@ def gather(form, chunks, *, threads=2, digest=True):
 
 @needs_module
 @given(st.data(), cache_forms())
-def test_a_gather_with_digests_copies_the_same_and_tells_the_truth(module, data, form):
+def test_a_gather_with_digests_copies_the_same_and_returns_correct_digests(module, data, form):
     del module
     num_rows = form.build(8).layout.num_rows
     order = data.draw(st.permutations(range(num_rows)))
@@ -138,7 +138,7 @@ WIDE = CacheForm(separate=True)  # rows of 128 bytes
 
 
 @needs_module
-def test_digests_come_where_the_module_can_take_them(module, monkeypatch):
+def test_digests_are_returned_where_the_module_can_compute_them(module, monkeypatch):
     payloads, digests = gather(WIDE, [range(4), range(4, 8)])
     assert digests == [xxhash.xxh3_128_digest(payload) for payload in payloads]
     assert gather(WIDE, [[0, -1], [2, 3]])[1] is None  # skipped rows

@@ -383,7 +383,7 @@ def test_a_pin_needs_an_id(engine):
         engine.lookup(TOKENS, pin=True)
 
 
-def test_clear_forgets_memory_alone_or_everything(made, paged):
+def test_clear_removes_the_content_of_memory_or_of_all_tiers(made, paged):
     with LMCacheEngine(config(tiers=["cpu", "dict"]), kv_caches=paged.caches) as engine:
         store(engine, paged)
         assert engine.clear(memory_only=True) == 5

@@ -105,7 +105,7 @@ def test_the_mask_is_true_exactly_for_written_tokens(num_tokens, stored, skip, a
     ],
     ids=str,
 )
-async def test_rows_that_are_no_rows_are_refused(rows, error, match):
+async def test_invalid_rows_are_refused(rows, error, match):
     cache = BlockCache()
     cache.tensor.fill_(1)
     async with cache.open() as engine:

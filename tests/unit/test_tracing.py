@@ -58,7 +58,7 @@ async def test_a_store_and_a_retrieve_are_spans_under_their_callers(provider, ex
     assert write.end_time == store.end_time
 
 
-def test_spans_lie_where_the_reports_say(provider, exporter):
+def test_spans_have_the_times_of_the_reports(provider, exporter):
     instrument = TracingInstrument(provider, clock_ns=lambda: NOW)
 
     instrument.stored("r1", StoreReport(seconds=2.0, copy_seconds=0.5, dropped=Counter(deadline=3)))

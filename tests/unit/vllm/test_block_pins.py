@@ -32,7 +32,7 @@ def test_only_unshared_blocks_would_become_free(pool: BlockPool, pins: BlockPins
     assert pins.would_free()
 
 
-def test_the_end_of_a_prefix_is_given_back_to_be_evicted_first(pool: BlockPool, pins: BlockPins):
+def test_the_end_of_a_prefix_is_freed_so_that_it_is_evicted_first(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(19)
     ids = [block.block_id for block in blocks]
     pins.pin(1, blocks[:3])

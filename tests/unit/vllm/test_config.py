@@ -147,7 +147,7 @@ def test_launch_and_machine_settings_are_not_in_the_root(config: Any, setup: Set
     assert root(changed(config, path, value), setup) == root(config, setup)
 
 
-def test_a_local_model_is_known_by_its_weights_wherever_it_lies(config: Any, setup: Setup, tmp_path):
+def test_a_local_model_is_identified_by_its_weights_at_any_path(config: Any, setup: Setup, tmp_path):
     roots = []
     for place, weight in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         folder = tmp_path / place / "model"

@@ -161,7 +161,7 @@ def test_a_step_of_the_worker_that_breaks_does_not_reach_vllm(broken: LMCacheAsy
     broken.wait_for_save()
 
 
-def test_no_answer_is_not_taken_for_no_failure(broken: LMCacheAsyncConnector):
+def test_a_missing_report_of_failed_blocks_is_an_error(broken: LMCacheAsyncConnector):
     broken.worker = Broken()  # type: ignore[assignment]
 
     with pytest.raises(RuntimeError, match="take_failed_blocks is broken"):

@@ -112,7 +112,7 @@ def test_without_a_promise_there_is_no_wait():
     run(test)
 
 
-def test_a_promise_that_is_kept_already_costs_one_question():
+def test_a_promise_that_is_already_kept_costs_one_lookup():
     async def test(bench: Bench) -> None:
         bench.put(PROMPT, 0.0)
         answer, lookup, when = await bench.ask(WHOLE)
@@ -161,7 +161,7 @@ def test_at_the_deadline_the_stored_prefix_is_the_hit():
     run(test)
 
 
-def test_a_hole_before_the_last_chunk_is_waited_for_too():
+def test_a_missing_chunk_before_the_last_one_is_waited_for_too():
     async def test(bench: Bench) -> None:
         bench.put(PROMPT, 0.1, first=1)  # tiers may write in any order
         bench.put(PROMPT[:8], 0.5)
@@ -239,7 +239,7 @@ def test_a_request_that_is_gone_is_not_waited_for():
 
 
 @pytest.mark.parametrize("hangs_from", [0.2, 1.9])
-def test_a_rank_that_hangs_makes_the_wait_no_longer_than_its_last_question(hangs_from: float):
+def test_a_hanging_rank_extends_the_wait_by_one_lookup_at_most(hangs_from: float):
     async def test(bench: Bench) -> None:
         bench.put(PROMPT[:8], 0.0)
         bench.ranks[1].hangs_from = hangs_from

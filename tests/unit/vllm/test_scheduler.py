@@ -275,7 +275,7 @@ def test_no_lookup_is_awaited_if_vllm_has_all_it_can_use(tokens, local, waits):
 SLOW = {"vllm.prefill_tokens_per_s": 10}  # 40 tokens are computed in 4 s
 
 
-def test_a_hit_that_is_sooner_computed_is_not_loaded_let_go_and_stored_for_faster_tiers():
+def test_a_hit_that_is_faster_to_compute_is_unpinned_and_stored_for_faster_tiers():
     bench = Bench(**SLOW)
     request = bench.request(40)
     bench.answer(request, Answer(4, 0, tiers={"disk": 4}, pinned=True, costs=((4, 9.0),)))
@@ -374,7 +374,7 @@ def test_media_that_vllm_counts_are_neither_looked_up_nor_stored(identifier: str
         assert bench.scheduler.match(request, 0) == (0, False)
 
 
-def test_prompts_given_as_embeddings_and_streaming_sessions_are_left_alone():
+def test_prompts_given_as_embeddings_and_streaming_sessions_are_not_cached():
     bench = Bench()
     request = bench.request(20)
     request.resumable = True

@@ -240,7 +240,7 @@ def test_a_hit_in_a_slow_tier_is_computed_without_any_setting(
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
-def test_preempted_requests_come_back_right(simulators: Simulators, overlapped: bool):
+def test_preempted_requests_finish_with_the_right_answers(simulators: Simulators, overlapped: bool):
     sim = simulators(num_blocks=24, overlapped=overlapped, max_num_seqs=4)
     prompts = {f"r{index}": prompt(60, seed=index) for index in range(4)}
     for name, tokens in prompts.items():

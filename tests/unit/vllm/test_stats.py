@@ -253,7 +253,7 @@ def test_unknown_series_and_invalid_parts_are_ignored(
 
 
 @given(st.lists(st.floats(1e-7, 1e3), max_size=30))
-def test_observations_lie_in_their_buckets_and_add_up(seconds: list[float]) -> None:
+def test_observations_are_in_their_buckets_and_add_up(seconds: list[float]) -> None:
     counts = [0] * (len(CALL_BUCKETS_S) + 1)
     for value in seconds:
         counts[sum(value > bound for bound in CALL_BUCKETS_S)] += 1
