@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 EXTRA = "cli"
@@ -10,6 +11,7 @@ PACKAGES = ("typer", "rich", "click", "shellingham", "httpx", "psutil")
 
 def main() -> None:
     """Run the command of `sys.argv`."""
+    _open_standard_streams()
     try:
         from lmcache_async.cli.app import app
 
@@ -23,3 +25,13 @@ def main() -> None:
             f"pip install 'lmcache-async[{EXTRA}]'\n"
         )
         raise SystemExit(2) from None
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for each standard stream that is closed.
+
+    Otherwise a file or a socket gets its descriptor: uvloop aborts, and output of libraries ends up there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn
@@ -23,12 +24,21 @@ def plain(text: object) -> str:
 
 def say(text: object, *, to_stderr: bool = False) -> None:
     """Print text without unprintable characters."""
-    typer.echo("\n".join(map(plain, str(text).split("\n"))), err=to_stderr)
+    _write("\n".join(map(plain, str(text).split("\n"))), to_stderr=to_stderr)
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON: a dataclass as its attributes, other types as text."""
-    typer.echo(json.dumps(value, indent=2, default=lambda one: vars(one) if is_dataclass(one) else str(one)))
+    _write(json.dumps(value, indent=2, default=lambda one: vars(one) if is_dataclass(one) else str(one)))
+
+
+def _write(text: str, *, to_stderr: bool = False) -> None:
+    try:
+        typer.echo(text, err=to_stderr)
+    except OSError as error:
+        if to_stderr or error.errno == errno.EPIPE:  # a closed pipe ends the command without a message
+            raise
+        refuse(f"the output cannot be written: {error.strerror}")
 
 
 def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:

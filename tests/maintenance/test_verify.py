@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +132,22 @@ def test_a_config_is_read_once(root, tmp_path, caplog):
         told(*arguments, "--config", config)
 
         assert [record.levelname for record in caplog.records] == ["WARNING"], "of a setting without effect"
+
+
+def test_closed_standard_streams_do_not_matter(root):
+    command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
+
+    ran = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=120)
+
+    assert ran.returncode == 0
+
+
+def test_output_that_cannot_be_written_is_an_error(root):
+    command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
+
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            command, check=False, timeout=120, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+
+    assert (ran.returncode, ran.stderr) == (2, "the output cannot be written: No space left on device\n")
