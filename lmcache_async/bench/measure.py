@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil  # of the extra cli
 import uvloop
+
+from lmcache_async.errors import ConfigError
 
 DEFAULT_ROUNDS = 7
 QUICK_ROUNDS = 2
@@ -187,6 +190,15 @@ def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) 
         rows = runner.run(_collect(measure, settings, frame))
     seconds = time.perf_counter() - start
     return Result(name, summary, settings, rows, seconds, tuple(frame.left_out))
+
+
+def check_memory(nbytes: int) -> None:
+    """Raise ConfigError if the memory for a benchmark is not available. Otherwise the kernel might kill other processes."""
+    available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise ConfigError(
+            f"{nbytes / 1e9:.1f} GB of memory are required, and {available / 1e9:.1f} GB are available: choose smaller sizes"
+        )
 
 
 def rate(nbytes: int, start: float) -> float:

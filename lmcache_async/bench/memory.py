@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmcache_async.bench.measure import UNIT, Case, Frame, Probe, Row
+from lmcache_async.bench.measure import UNIT, Case, Frame, Probe, Row, check_memory
 from lmcache_async.bench.raw import move_all
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.engine import CacheEngine
-from lmcache_async.errors import ConfigError
+from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.hashing import Namespace
 from lmcache_async.memory.buffer import pages
 from lmcache_async.memory.record import RecordFormat
@@ -45,6 +45,11 @@ class CacheForm:
     head_dim: int = 1
     block_size: int = 16
     chunk_size: int = 256
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache: K and V of two bytes each."""
+        return 4 * self.tokens * self.layers * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class PromptCache:
                 f"{form.tokens} tokens in chunks of {form.chunk_size} in blocks of {form.block_size}: "
                 "each must be a multiple of the next"
             )
+        check_memory(form.nbytes)
         count = form.tokens // form.block_size
         shape = (count, form.heads, form.block_size, 2 * form.head_dim)
         tensors = [torch.full(shape, layer + 1.0, dtype=torch.bfloat16) for layer in range(form.layers)]
@@ -134,9 +140,9 @@ class PromptCache:
         """Store the whole prompt; with `flush_s`, wait until all tiers have it."""
         report = await engine.store(self.tokens, self.blocks)
         if report.stored != self.num_chunks:
-            raise RuntimeError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
+            raise TierError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
         if flush_s is not None and not await engine.flush(timeout_s=flush_s):
-            raise RuntimeError(f"the store did not end in {flush_s:.0f} s")
+            raise TierError(f"the store did not end in {flush_s:.0f} s")
 
     async def ensure_stored(self, engine: CacheEngine, *, flush_s: float | None = None) -> None:
         if await engine.lookup(self.tokens) != len(self.tokens):
@@ -146,7 +152,7 @@ class PromptCache:
         """Retrieve the whole prompt."""
         mask = await engine.retrieve(self.tokens, self.blocks)
         if not bool(mask.all()):
-            raise RuntimeError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
+            raise TierError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
 
     def probes(
         self, engine: CacheEngine, figure: Callable[[float], float], *, flush_s: float | None = None
@@ -169,6 +175,7 @@ class PromptCache:
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
+    check_memory(3 * settings.nbytes)  # the cache, the engine's records, and those of the limits
     cache = PromptCache.of(settings)
     region = Region(
         cache.arena_bytes,

@@ -16,6 +16,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from lmcache_async.bench.measure import rate
+from lmcache_async.errors import TierError
 from lmcache_async.memory.region import Region
 
 ItemT = TypeVar("ItemT")
@@ -121,7 +122,7 @@ class RespSockets:
         with self._connected() as server:
             answer = _command(server, b"DEL", *self._names)
         if not answer.startswith(b":"):
-            raise RuntimeError(f"the server answered {answer!r}")
+            raise TierError(f"the server answered {answer!r}")
 
     def _all(
         self, move: Callable[[BufferedRWPair, tuple[bytes, memoryview]], None], memory: list[memoryview]
@@ -133,15 +134,15 @@ class RespSockets:
     @staticmethod
     def _put(server: BufferedRWPair, item: tuple[bytes, memoryview]) -> None:
         if (answer := _command(server, b"SET", *item)) != b"+OK":
-            raise RuntimeError(f"the server answered {answer!r}")
+            raise TierError(f"the server answered {answer!r}")
 
     @staticmethod
     def _get(server: BufferedRWPair, item: tuple[bytes, memoryview]) -> None:
         name, memory = item
         if (answer := _command(server, b"GET", name)) != b"$%d" % len(memory):
-            raise RuntimeError(f"the server answered {answer!r}")
+            raise TierError(f"the server answered {answer!r}")
         if server.readinto(memory) != len(memory) or server.read(2) != b"\r\n":
-            raise RuntimeError("the server closed the connection")
+            raise TierError("the server closed the connection")
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[BufferedRWPair]:
@@ -172,5 +173,5 @@ def _command(server: BufferedRWPair, *words: bytes | memoryview) -> bytes:
     server.flush()
     line = server.readline()
     if not line.endswith(b"\r\n"):
-        raise RuntimeError("the server closed the connection")
+        raise TierError("the server closed the connection")
     return line[:-2]

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from lmcache_async.bench.measure import MIB, UNIT, Case, Frame, Parameter, Probe, Row, rate
+from lmcache_async.bench.measure import MIB, UNIT, Case, Frame, Parameter, Probe, Row, check_memory, rate
 from lmcache_async.bench.raw import RESP_SCHEMES, RawFiles, RespSockets
 from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
-from lmcache_async.errors import ConfigError
+from lmcache_async.errors import ConfigError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.memory.record import RecordFormat, seal, verify
@@ -99,6 +99,7 @@ class Records(contextlib.ExitStack):
         super().__init__()
         self.mib = mib
         nbytes = FORMAT.record_bytes(mib * MIB)
+        check_memory(3 * count * nbytes)
         arena = Arena(2 * count * nbytes, nbytes, huge_pages=True, prefault=True)
         self.arena = self.enter_context(contextlib.closing(arena))
         self.buffers: list[Buffer] = []
@@ -147,7 +148,14 @@ class Records(contextlib.ExitStack):
         for buffer in buffers:
             buffer.release()
         if right != self.count:
-            raise RuntimeError(f"{right} of {self.count} records were read back")
+            raise self.lost(right)
+
+    def lost(self, found: int) -> TierError:
+        """Return the error for records that were not read back."""
+        nbytes = self.count * self.record_bytes
+        return TierError(
+            f"{found} of {self.count} records were read back: the tier may be too small for {nbytes} bytes; give fewer --mib"
+        )
 
     def prove(self, buffers: Sequence[Buffer]) -> None:
         """Verify each record as an engine does, and release the buffers."""
@@ -267,7 +275,7 @@ async def get_all(records: Records, tier: Tier) -> list[Buffer]:
     for buffer in buffers:
         buffer.release()
     errors = (one for one in got if isinstance(one, Exception))
-    raise next(errors, RuntimeError(f"{len(buffers)} of {records.count} records were read back"))
+    raise next(errors, records.lost(len(buffers)))
 
 
 async def remove_all(records: Records, tier: Tier) -> None:
@@ -301,6 +309,6 @@ def _raw_limit(
                 sockets.clear()
                 stack.callback(sockets.clear)
                 puts[name], gets[name] = sockets.put, records.read_probe(sockets.get)
-        except (OSError, RuntimeError) as error:
+        except (OSError, TierError) as error:
             frame.leave_out(name, str(error))
         yield puts, gets

@@ -55,7 +55,12 @@ def memory_command(
 def disk_command(
     path: Annotated[
         Path | None,
-        typer.Option(help="Directory to write in; by default the one for temporary files.", file_okay=False),
+        typer.Option(
+            help="Directory to write in; by default the one for temporary files.",
+            file_okay=False,
+            exists=True,
+            writable=True,
+        ),
     ] = None,
     mib: Annotated[
         int | None, typer.Option(min=1, help="MiB of each store and retrieve; 512 by default.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import threading
 import time
 
 import pytest
 
 from lmcache_async.bench.raw import move_all
+from tests.support.valkey_servers import running
 from tools.benchmarks.servers import host_daemon, valkey_server
 
 ABSENT = {
@@ -115,7 +117,11 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
         (["tier", json.dumps(ABSENT)], "127.0.0.1:1"),
         (["tier", "disk"], "path"),
         (["memory", "--quick", "--tokens", "1000"], "each must be a multiple of the next"),
-        (["disk", "--quick", "--path", "/nowhere"], "/nowhere"),
+        (["disk", "--quick", "--path", "/nowhere"], "dir '/nowhere' does not exist"),
+        (["memory", "--quick", "--tokens", str(256 * 10**15)], "of memory are required, and"),
+        (["memory", "--quick", "--layers", "100000000"], "of memory are required, and"),
+        (["disk", "--quick", "--mib", "1000000000"], "of memory are required, and"),
+        (["tier", json.dumps(ABSENT), "--mib", "1000000000"], "of memory are required, and"),
     ],
 )
 def test_a_wrong_argument_ends_with_2_and_a_message(invoke, arguments, message):
@@ -145,6 +151,28 @@ def test_the_time_of_a_limit_begins_when_its_threads_run(monkeypatch):
     move_all(lambda worker, item: events.append("item"), range(3), range(5), 1)
 
     assert events == [*["thread"] * 3, "clock", *["item"] * 5, "clock"]
+
+
+def test_a_tier_that_evicts_the_records_is_reported(invoke):
+    with running("--maxmemory", "2500kb", "--maxmemory-policy", "allkeys-lru") as server:
+        result = invoke("bench", "tier", server.tcp_url, "--quick", "--rounds", "1")
+
+    assert result.exit_code == 2, result.output
+    # The server refuses a record, or evicts one.
+    assert any(text in result.stderr for text in ("OOM command", "the tier may be too small for"))
+
+
+def test_a_full_disk_is_reported(invoke, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, limits[1]))
+    try:
+        result = invoke("bench", "disk", "--quick", "--rounds", "1", "--path", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert result.exit_code == 2, result.output
+    assert any(text in result.stderr for text in ("short read or write", "chunks were stored"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["hash", "serve"])
