@@ -92,8 +92,8 @@ STALL_SECONDS = 0.02
 """Longest such delay with faults, in seconds."""
 
 
-class Weather:
-    """Draws faults and delays. `calm` ends all faults and resumes the calls that hang.
+class FaultInjector:
+    """Draws faults and delays. `stop` ends all faults and resumes the calls that hang.
 
     Args:
         rng: Random number generator.
@@ -104,41 +104,41 @@ class Weather:
     def __init__(self, rng: Random, odds: Odds, *, call_timeout_s: float) -> None:
         self.rng = rng
         self.odds = odds
-        self.fair = False
+        self.stopped = False
         self._call_timeout_s = call_timeout_s
         self._hanging: list[asyncio.Future[None]] = []
 
-    def strikes(self, odds: float) -> bool:
+    def draws(self, odds: float) -> bool:
         """Draw whether a fault of this probability happens now."""
-        return odds > 0.0 and not self.fair and self.rng.random() < odds
+        return odds > 0.0 and not self.stopped and self.rng.random() < odds
 
     def thread_delay(self) -> float:
-        if self.strikes(self.odds.stall):
+        if self.draws(self.odds.stall):
             return STALL_SECONDS * self.rng.random()
         return THREAD_SECONDS * self.rng.random()
 
-    async def travel(self) -> None:
+    async def delay_call(self) -> None:
         """Delay a call by the time to a tier's backend and back, or block it.
 
-        A cancelled call ends, or, if it is drawn as stubborn, continues until `calm`.
+        A cancelled call ends, or, if it is drawn as stubborn, continues until `stop`.
         """
-        if self.strikes(self.odds.hang):
+        if self.draws(self.odds.hang):
             await self._hang()
-        elif self.strikes(self.odds.slow):
+        elif self.draws(self.odds.slow):
             await asyncio.sleep(self._call_timeout_s * 2 * self.rng.random())
         elif self.rng.random() < 0.7:
             await asyncio.sleep(CALL_SECONDS * self.rng.random())
 
-    def calm(self) -> None:
+    def stop(self) -> None:
         """End all faults, and resume the calls that hang."""
-        self.fair = True
+        self.stopped = True
         for future in self._hanging:
             if not future.done():
                 future.set_result(None)
         self._hanging.clear()
 
-    def storm(self) -> None:
-        self.fair = False
+    def start(self) -> None:
+        self.stopped = False
 
     def forget(self) -> None:
         """Forget the hanging calls of a process that has ended."""
@@ -152,7 +152,7 @@ class Weather:
             try:
                 await future
             except asyncio.CancelledError:
-                if not stubborn or self.fair:
+                if not stubborn or self.stopped:
                     raise
             else:
                 return

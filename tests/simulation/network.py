@@ -65,14 +65,14 @@ class Network:
         cut: Probability that a connection is refused, and that it is cut after a while.
 
     Attributes:
-        calm: From now on, no connection is refused or cut.
+        reliable: From now on, no connection is refused or cut.
         has_cut: Whether a connection was cut.
     """
 
     def __init__(self, loop: SimulatedLoop, rng: Random, *, cut: float) -> None:
         self.loop = loop
         self.rng = rng
-        self.calm = False
+        self.reliable = False
         self.has_cut = False
         self._cut = cut
         self._listening: dict[str, Accept] = {}
@@ -107,7 +107,7 @@ class Network:
             yield
 
     def _strikes(self) -> bool:
-        return not self.calm and self.rng.random() < self._cut
+        return not self.reliable and self.rng.random() < self._cut
 
 
 def _unless_ended(reader: asyncio.StreamReader, arrive: Callable[[], object]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from lmcache_async.config.model import EncryptionConfig
 from lmcache_async.config.secrets import SECRET_BYTES
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.testing.rig import Rig
-from tests.simulation.faults import ODDS, Faults, Odds, Weather
+from tests.simulation.faults import ODDS, FaultInjector, Faults, Odds
 from tests.simulation.model import Prompt, make_prompts
 from tests.simulation.tiers import Backend
 
@@ -47,7 +47,7 @@ class Scenario:
     slow_tiers: int
     has_files: bool
     encrypted: bool
-    weather: Weather
+    injector: FaultInjector
     all_fits: bool
     call_s: float
 
@@ -72,7 +72,7 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
     # The extra slabs are for the concurrent calls of all clients, and for pins.
     rig.slabs = chunks + 2 * CLIENTS * MAX_TOKENS // CHUNK if roomy else rng.randint(2, 16)
     call_s = rng.choice((0.5, 0.5, 5.0))  # shorter or longer than the deadline of a request
-    weather = Weather(rng, odds, call_timeout_s=call_s)
+    injector = FaultInjector(rng, odds, call_timeout_s=call_s)
     stack = rng.choice(_STACKS)
     secrets = _draw_secrets(rng) if stack and rng.random() < 0.3 else {}
     if secrets:
@@ -80,7 +80,7 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
         rig.slabs *= 2 if roomy else 1  # another one for each chunk that is being written
     backends = {
         name: Backend(
-            weather,
+            injector,
             max_records=None if roomy or rng.random() < 0.3 else rng.randint(1, chunks),
             local_index=local_index,
             encrypted=bool(secrets),
@@ -108,7 +108,7 @@ def draw_scenario(rng: Random, faults: Faults, folder: Path) -> Scenario:
         slow_tiers=len(stack),
         has_files=FILES in names,
         encrypted=bool(secrets),
-        weather=weather,
+        injector=injector,
         all_fits=roomy and faults is Faults.NONE,
         call_s=call_s,
     )

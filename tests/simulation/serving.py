@@ -24,7 +24,7 @@ from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import FakeRegistry
 from tests.simulation.base import Simulation, run_simulation
-from tests.simulation.faults import ODDS, Faults, Weather
+from tests.simulation.faults import ODDS, FaultInjector, Faults
 from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, abandon, new_loop
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
@@ -132,10 +132,10 @@ class Serving(Simulation):
         super().__init__(steps)
         self.rng = Random(f"serving {seed} {faults}")
         odds = ODDS[faults].scaled(2 * self.rng.random())
-        self._weather = Weather(self.rng, odds, call_timeout_s=0.5)
+        self._injector = FaultInjector(self.rng, odds, call_timeout_s=0.5)
         self._encrypted = self.rng.random() < 0.3
         self._backend = Backend(
-            self._weather,
+            self._injector,
             max_records=self.rng.choice((None, 8)),
             local_index=True,
             encrypted=self._encrypted,
@@ -162,7 +162,7 @@ class Serving(Simulation):
         ]
 
     def live(self) -> None:
-        loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._weather.thread_delay)
+        loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._injector.thread_delay)
         loop.deadline = self.now + 1000.0
         if self.rng.random() < 0.4:
             loop.crash_at = self.trace.decisions + int(self.rng.expovariate(1 / 8000))
@@ -174,7 +174,7 @@ class Serving(Simulation):
         finally:
             self.now = loop.time()
             abandon(loop)
-            self._weather.forget()
+            self._injector.forget()
 
     def _options(self, folder: Path) -> dict[str, Any]:
         return {
@@ -206,12 +206,12 @@ class Serving(Simulation):
 
     async def _live(self, loop: SimulatedLoop) -> None:
         self.counts["start"] += 1
-        self._weather.storm()
-        network = Network(loop, self.rng, cut=self._weather.odds.error)
+        self._injector.start()
+        network = Network(loop, self.rng, cut=self._injector.odds.error)
         async with open_vllm(self._setup, self._registry, loop, network) as (sim, engines):
             asked = await self._serve(sim, self.rng.randint(20, 200))
-            self._weather.calm()
-            network.calm = True
+            self._injector.stop()
+            network.reliable = True
             await self._finish(sim, loop)
             for name, (tokens, count) in asked.items():
                 if sim.finish_reasons[name] != "abort" and sim.outputs[name] != _expected(tokens, count):
@@ -247,7 +247,7 @@ class Serving(Simulation):
         while sim.busy:
             waited = loop.time() - start
             if waited > PATIENCE_S:
-                raise Violation(f"vLLM is not idle after {PATIENCE_S} s of fair weather")
+                raise Violation(f"vLLM is not idle after {PATIENCE_S} s without faults")
             sim.step()
             await asyncio.sleep(
                 max(1e-3, waited / 100)

@@ -11,14 +11,14 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import is_encrypted
 from lmcache_async.tiers.base import Allocate, Capabilities, Tier, TierConfig, TierStatistics
 from lmcache_async.types import ChunkKey
-from tests.simulation.faults import Weather
+from tests.simulation.faults import FaultInjector
 
 
 class Backend:
     """Storage of a simulated tier. It outlives processes.
 
     Args:
-        weather: Faults.
+        injector: Injector of faults.
         max_records: Capacity. The oldest record is evicted first. None for no limit.
         local_index: Whether the tier has a local index of its keys, like a disk and unlike a remote store.
         encrypted: Whether only encrypted records are allowed.
@@ -30,9 +30,9 @@ class Backend:
     """
 
     def __init__(
-        self, weather: Weather, *, max_records: int | None, local_index: bool, encrypted: bool = False
+        self, injector: FaultInjector, *, max_records: int | None, local_index: bool, encrypted: bool = False
     ) -> None:
-        self.weather = weather
+        self.injector = injector
         self.max_records = max_records
         self.local_index = local_index
         self.encrypted = encrypted
@@ -55,26 +55,26 @@ class Backend:
     def end(self, write: int, *, whole: bool) -> None:
         """End a write. If it was interrupted, a part of the record may be stored."""
         key, record = self._writing.pop(write)
-        weather, odds = self.weather, self.weather.odds
+        injector, odds = self.injector, self.injector.odds
         if not whole:
-            if weather.strikes(odds.torn):
-                self._keep(key, _cut(weather, record))
+            if injector.draws(odds.torn):
+                self._keep(key, _cut(injector, record))
             return
-        if weather.strikes(odds.lost):
+        if injector.draws(odds.lost):
             return
-        self._keep(key, _flip(weather, record) if weather.strikes(odds.rot) else record)
+        self._keep(key, _flip(injector, record) if injector.draws(odds.rot) else record)
         self._recent.append(key)
 
     def crash(self) -> None:
         """End the process. The last records written may be complete, torn or missing."""
         self.process += 1
         for write in list(self._writing):
-            self.end(write, whole=self.weather.rng.random() < 0.3)
+            self.end(write, whole=self.injector.rng.random() < 0.3)
         for key in self._recent[-8:]:
-            if key in self.records and self.weather.strikes(self.weather.odds.lost):
+            if key in self.records and self.injector.draws(self.injector.odds.lost):
                 del self.records[key]
-            elif key in self.records and self.weather.strikes(self.weather.odds.torn / 4):
-                self.records[key] = _cut(self.weather, self.records[key])
+            elif key in self.records and self.injector.draws(self.injector.odds.torn / 4):
+                self.records[key] = _cut(self.injector, self.records[key])
         self._recent.clear()
 
     def _keep(self, key: ChunkKey, record: bytes) -> None:
@@ -93,7 +93,7 @@ class SimulatedTier(Tier):
     def __init__(self, config: TierConfig) -> None:
         super().__init__(config)
         self._process = self.backend.process
-        self._weather = self.backend.weather
+        self._injector = self.backend.injector
 
     @property
     def capabilities(self) -> Capabilities:
@@ -120,7 +120,7 @@ class SimulatedTier(Tier):
             return None
         buffer = await allocate(len(record))
         try:
-            await self._weather.travel()
+            await self._injector.delay_call()
             buffer.view[:] = record
         except BaseException:
             buffer.release()
@@ -130,13 +130,13 @@ class SimulatedTier(Tier):
     async def put(self, key: ChunkKey, buffer: Buffer) -> None:
         await self._arrive("put")
         self._check_lease(key, buffer)
-        if self._weather.strikes(self._weather.odds.error / 2):
+        if self._injector.draws(self._injector.odds.error / 2):
             raise TierFullError("the backend has no room")
         record = bytes(buffer.view)
         write = self.backend.begin(key, record)
         whole = False
         try:
-            await self._weather.travel()
+            await self._injector.delay_call()
             self._check_process()
             whole = True
             self._check_lease(key, buffer)
@@ -171,10 +171,10 @@ class SimulatedTier(Tier):
         )
 
     async def _arrive(self, verb: str) -> None:
-        await self._weather.travel()
+        await self._injector.delay_call()
         self._check_process()
-        if self._weather.strikes(self._weather.odds.error):
-            raise _error(self._weather, verb)
+        if self._injector.draws(self._injector.odds.error):
+            raise _error(self._injector, verb)
 
     def _check_lease(self, key: ChunkKey, buffer: Buffer) -> None:
         if buffer.released:
@@ -185,17 +185,17 @@ class SimulatedTier(Tier):
             raise TierUnavailableError("the process that asks has crashed")
 
     def _has(self, key: ChunkKey) -> bool:
-        return (key in self.backend.records) != self._weather.strikes(self._weather.odds.lie)
+        return (key in self.backend.records) != self._injector.draws(self._injector.odds.lie)
 
     def _read(self, key: ChunkKey) -> bytes | None:
         record = self.backend.records.get(key)
-        weather = self._weather
-        if record is None or not weather.strikes(weather.odds.corrupt):
+        injector = self._injector
+        if record is None or not injector.draws(injector.odds.corrupt):
             return record
-        damage: Callable[[Weather, bytes], bytes] = weather.rng.choice((_flip, _cut))
-        if weather.rng.random() < 0.4:
-            return weather.rng.choice(list(self.backend.records.values()))
-        return damage(weather, record)
+        damage: Callable[[FaultInjector, bytes], bytes] = injector.rng.choice((_flip, _cut))
+        if injector.rng.random() < 0.4:
+            return injector.rng.choice(list(self.backend.records.values()))
+        return damage(injector, record)
 
 
 def tier_over(backend: Backend) -> type[SimulatedTier]:
@@ -204,22 +204,22 @@ def tier_over(backend: Backend) -> type[SimulatedTier]:
     return type("TierOverBackend", (SimulatedTier,), members)
 
 
-def _error(weather: Weather, verb: str) -> Exception:
+def _error(injector: FaultInjector, verb: str) -> Exception:
     kinds = (TierError, TierUnavailableError, OSError, KeyError)
-    return weather.rng.choice(kinds)(f"{verb}: injected")
+    return injector.rng.choice(kinds)(f"{verb}: injected")
 
 
-def _flip(weather: Weather, record: bytes) -> bytes:
+def _flip(injector: FaultInjector, record: bytes) -> bytes:
     damaged = bytearray(record)
     if damaged:
-        damaged[weather.rng.randrange(len(damaged))] ^= 1 << weather.rng.randrange(8)
+        damaged[injector.rng.randrange(len(damaged))] ^= 1 << injector.rng.randrange(8)
     return bytes(damaged)
 
 
-def _cut(weather: Weather, record: bytes) -> bytes:
+def _cut(injector: FaultInjector, record: bytes) -> bytes:
     """Truncate the record, or replace its end by zeros."""
-    length = weather.rng.randrange(len(record) + 1)
-    return record[:length] + (bytes(len(record) - length) if weather.rng.random() < 0.5 else b"")
+    length = injector.rng.randrange(len(record) + 1)
+    return record[:length] + (bytes(len(record) - length) if injector.rng.random() < 0.5 else b"")
 
 
 class Disk:

@@ -45,20 +45,20 @@ POLL_S = 0.01
 
 async def settle(world: World, engine: CacheEngine) -> None:
     """End all faults and pins, and wait until nothing runs."""
-    world.scenario.weather.calm()
+    world.scenario.injector.stop()
     for client in range(CLIENTS):
         for number in range(3):
             engine.unpin(f"{client}-{number}")
     since = world.model.begin_flush()
     if not await engine.flush(timeout_s=SETTLE_S):
-        raise Violation(f"a flush in fair weather did not end in {SETTLE_S} s of virtual time")
+        raise Violation(f"a flush without faults did not end in {SETTLE_S} s of virtual time")
     world.model.flushed(since)
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while (statistics := engine.statistics()).late_calls or statistics.running:
         if asyncio.get_running_loop().time() > deadline:
             raise Violation(
-                f"after {SETTLE_S} s of fair weather {statistics.running} calls and "
-                f"{statistics.late_calls} calls given up still run"
+                f"after {SETTLE_S} s without faults {statistics.running} calls and "
+                f"{statistics.late_calls} abandoned calls still run"
             )
         await asyncio.sleep(POLL_S)
 
@@ -86,7 +86,7 @@ def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_ta
 
 async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -> None:
     """Check that a closed engine leaves only calls that hang, and that these end when faults end."""
-    world.scenario.weather.calm()
+    world.scenario.injector.stop()
     deadline = loop.time() + SETTLE_S
     while len(loop.live_tasks()) > 1:
         if loop.time() > deadline:
@@ -115,7 +115,7 @@ def check_always(engine: CacheEngine) -> None:
 
 def _check_counts(world: World, engine: CacheEngine) -> None:
     """Check that only injected damage counts as corruption, and that without faults no error is counted."""
-    odds = world.scenario.weather.odds
+    odds = world.scenario.injector.odds
     damage = odds.corrupt or odds.rot or odds.torn
     for name, count in engine.statistics().counts.items():
         if ".corrupt." in name and not damage:
@@ -290,7 +290,7 @@ class Client:
 
         found = await self._call(lookup(), RETRIEVE_S)
         if found is not CANCELLED:
-            self._check_bounds(prompt, 0, found, promise, hearsay=True)
+            self._check_bounds(prompt, 0, found, promise, unread=True)
 
     async def _prefetch(self) -> None:
         prompt = self._world.draw_prompt()
@@ -351,7 +351,7 @@ class Client:
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
-        if self._rng.random() >= self._world.scenario.weather.odds.cancel:
+        if self._rng.random() >= self._world.scenario.injector.odds.cancel:
             answer = await coroutine
         else:
             task = loop.create_task(coroutine)
@@ -376,13 +376,13 @@ class Client:
             await asyncio.wait({task}, timeout=self._rng.choice((2e-3, 1.0)) * self._rng.random())
 
     def _check_bounds(
-        self, prompt: Prompt, skip: int, stop: int, promise: Promise, *, hearsay: bool = False
+        self, prompt: Prompt, skip: int, stop: int, promise: Promise, *, unread: bool = False
     ) -> None:
         """Check that the hit of tokens `skip` to `stop` is possible and as long as required.
 
         Args:
             promise: Expectation at the start of the call.
-            hearsay: The records were not read, so a wrong answer of `contains` is accepted.
+            unread: The records were not read, so a wrong answer of `contains` is accepted.
         """
         first = skip // CHUNK
         ends = [end for _, end in prompt.chunks[first:]]
@@ -390,7 +390,7 @@ class Client:
         if stop > skip and stop not in ends:
             raise Violation(f"a hit ends at token {stop}, which is no chunk's end ({ends})")
         if stop > max(skip, ends[most - 1] if most else 0) and not (
-            hearsay and self._world.scenario.weather.odds.lie
+            unread and self._world.scenario.injector.odds.lie
         ):
             raise Violation(
                 f"a hit up to token {stop}, but of this prompt, in this namespace, "
@@ -421,7 +421,7 @@ class World(Simulation):
         self.scenario = draw_scenario(self.rng, faults, folder)
         self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
         self.closing = False
-        self.slack_s = 10 * STALL_SECONDS if self.scenario.weather.odds.stall else 0.1
+        self.slack_s = 10 * STALL_SECONDS if self.scenario.injector.odds.stall else 0.1
         self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
         self._regions = make_regions(self.scenario.rig, self.rng, count=CLIENTS, num_rows=MAX_TOKENS)
@@ -449,8 +449,8 @@ class World(Simulation):
         return self.rng.choice(self.rng.choice(self.scenario.prompts))
 
     def live(self) -> None:
-        weather = self.scenario.weather
-        loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=weather.thread_delay)
+        injector = self.scenario.injector
+        loop = self._loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=injector.thread_delay)
         loop.deadline = self.now + PATIENCE_S
         if self.rng.random() < 0.4 and not self._disk:  # a disk tier has to be open before it can be closed
             self._crash_soon(loop)
@@ -468,7 +468,7 @@ class World(Simulation):
             self.model.crash()  # last, because closing the clients' coroutines ends their calls
             if self._disk:
                 self._disk.let_go()
-            weather.forget()
+            injector.forget()
             for region in self._regions:
                 region.poison()
 
@@ -507,7 +507,7 @@ class World(Simulation):
         await check_closed(self, engine, loop)
 
     async def _round(self, engine: CacheEngine) -> None:
-        self.scenario.weather.storm()
+        self.scenario.injector.start()
         await _all(self._start_clients(engine))
 
     def _start_clients(self, engine: CacheEngine) -> list[asyncio.Task[None]]:
