@@ -269,15 +269,16 @@ class Transfers:
         return [block for ids in rows[report.hit_chunks :] for block in ids.tolist() if block != SKIP]
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
-        unshared: int | None = job.num_chunks
+        unshared: int | None = job.num_chunks  # None if the store says nothing about the tiers now
         try:
             if job.epoch < self._epoch:
+                unshared = None
                 return
             reports = await _together(self._store_part(job, part, fence) for part in job.parts)
             present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
             unshared = job.num_chunks - present - shared
             if not unshared and not shared:
-                unshared = None  # stored before: that says nothing about the tiers now
+                unshared = None  # stored before
         except Exception as error:  # the store is dropped
             logger.log(
                 logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from array import array
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.integration.vllm import worker as worker_module
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata
+from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -154,16 +154,21 @@ def finished(worker: Worker, until: Until, count: int = 1) -> tuple[list[str], s
     return names, worker.take_failed_blocks()
 
 
-def copied(worker: Worker, until: Until, count: int = 1) -> dict[int, int]:
-    found: dict[int, int] = {}
+def reports(worker: Worker, until: Until, *, copied: int = 0, answered: int = 0) -> WorkerReport:
+    """The sum of all reports until so many stores are copied, and so many are answered by the tiers."""
+    found = WorkerReport({})
 
     def more() -> bool:
-        report = worker.take_report()
-        found.update(report.copied if report else {})
-        return len(found) >= count
+        nonlocal found
+        found = found.aggregate(worker.take_report() or WorkerReport({}))
+        return len(found.copied) >= copied and len(found.answered) >= answered
 
     until(more)
     return found
+
+
+def copied(worker: Worker, until: Until, count: int = 1) -> Mapping[int, int]:
+    return reports(worker, until, copied=count).copied
 
 
 def test_a_load_gives_the_engine_its_ranks_chunks_and_ends_once(worker: Worker, until: Until):
@@ -334,20 +339,10 @@ def test_the_result_of_a_store_for_a_consumer_is_reported(
         worker.engine.store_report = report
     worker.begin_step(StepMetadata(stores=(replace(job(7), hand_over=True), job(8))))
     worker.start_stores()
-    answered: dict[int, int] = {}
-    reported: dict[int, int] = {}
-    seen: set[int] = set()
+    found = reports(worker, until, copied=2, answered=1)
 
-    def both_have_ended() -> bool:
-        if (found := worker.take_report()) is not None:
-            answered.update(found.answered)
-            reported.update(found.unshared)
-            seen.update(found.copied)
-        return seen == {7, 8} and bool(answered)
-
-    until(both_have_ended)
-    assert answered == {7: 1}
-    assert reported == ({} if unshared is None else {7: unshared})
+    assert found.answered == {7: 1}
+    assert found.unshared == ({} if unshared is None else {7: unshared})
 
 
 def test_the_models_thread_waits_for_no_engine(worker: Worker, until: Until):
@@ -388,10 +383,12 @@ async def test_a_client_of_another_protocol_gets_an_error_and_the_server_continu
 
 async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker, until: Until):
     await ask(worker.socket, {"op": "clear", "epoch": 1, "memory_only": True})
-    worker.begin_step(StepMetadata(stores=(job(1, epoch=0), job(2, epoch=1))))
+    worker.begin_step(StepMetadata(stores=(replace(job(1, epoch=0), hand_over=True), job(2, epoch=1))))
     worker.start_stores()
+    found = reports(worker, until, copied=2, answered=1)
 
-    assert copied(worker, until, 2) == {1: 1, 2: 1}
+    assert (found.copied, found.answered) == ({1: 1, 2: 1}, {1: 1})
+    assert found.unshared == {}  # that says nothing about the tiers
     assert [request.request_id for request in worker.engine.stored] == ["r2"]
     assert worker.engine.cleared == [True]
 
