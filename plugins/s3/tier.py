@@ -14,7 +14,7 @@ import numpy as np
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
 from lmcache_async.plugins.s3.bucket import Bucket, open_store
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.tiers.base import Allocate, Capabilities
@@ -212,13 +212,25 @@ class S3Tier(BundledTier[S3Config, Bucket]):
 
 
 async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the calls concurrently and return their results in order. The first failure cancels the others."""
+    """Run the calls concurrently and return their results in order. The first failure cancels the others.
+
+    Not a TaskGroup: before Python 3.13, one whose task fails leaves the calling task marked as cancelled.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task.done()]  # all of them, unless one has failed
+    finally:
+        for task in tasks:
+            task.cancel()
+        await wait_done(*tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+        # Break the reference cycle of an error and this frame, which would keep the buffers in use.
+        del task, tasks
 
 
 async def _find_all(bucket: Bucket, keys: Sequence[ChunkKey]) -> list[bool]:

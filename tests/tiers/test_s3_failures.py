@@ -17,6 +17,7 @@ from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
 from tests.support.proxy import Proxy
 from tests.support.s3_server import SECRET_KEY
+from tests.support.tiers import handle_of
 
 WHOLE: dict[str, object] = {}
 IN_PARTS: dict[str, object] = {"part_bytes": 4096}
@@ -138,6 +139,29 @@ async def test_a_slow_server_is_an_error_within_request_timeout_s(s3_server, pro
 
     async with await open_tier(config, arena) as tier:
         assert await TierRig(tier, arena).holds(1)
+
+
+async def test_an_engine_gets_the_error_of_a_store_that_cannot_be_reached(s3_server, proxy, arena, allocate):
+    tier = S3Tier(through(proxy, s3_server.config(**IN_PARTS)))
+    handle = handle_of(tier, timeout_s=60)
+    handle.bind(arena)
+    keys = [key_of(1), key_of(2)]
+
+    async def allocate_and_cut(nbytes: int) -> Buffer:
+        proxy.refuses = True
+        await proxy.cut()
+        return await allocate(nbytes)
+
+    async with handle:
+        await TierRig(tier, arena, lambda _: 30_000).put(1, 2)
+        while_reading = await handle.get(keys, allocate_and_cut)
+        before = [*await handle.get(keys, allocate), *await handle.get(keys[:1], allocate)]
+        for exact in (True, False):
+            with pytest.raises(TierUnavailableError, match="cannot find"):
+                await handle.lookup(keys, exact=exact)
+
+    assert [type(error) for error in (*while_reading, *before)] == [TierUnavailableError] * 5
+    await TierRig(tier, arena).check_leases()
 
 
 async def test_a_throttling_server_is_a_retryable_error(s3_server, proxy, arena, allocate):
