@@ -59,8 +59,9 @@ class CapacityCases(LimitedCases):
             assert await limited.holds(number), "put has ended, but the chunk is not stored"
         held = await limited.stored(range(3 * ROOM))
 
-        assert 0 < len(held) <= ROOM
-        assert len(held) == taken - limited.statistics.evictions
+        assert 0 < len(held) <= ROOM, f"{len(held)} records are stored; the limit is {ROOM}"
+        gone, evictions = taken - len(held), limited.statistics.evictions
+        assert gone == evictions, f"{gone} records are gone, but {evictions} evictions are counted"
         assert await limited.holds(*held)
         await limited.check_leases()
 
@@ -101,11 +102,13 @@ class CapacityCases(LimitedCases):
         await limited.put(*range(ROOM - 1))
         full = limited.statistics.bytes
         assert await limited.remove(0)
-        assert limited.statistics.bytes < full
+        assert limited.statistics.bytes < full, "statistics().bytes did not fall after a removal"
         evictions = limited.statistics.evictions
         await limited.put(ROOM)
 
-        assert limited.statistics.evictions == evictions
+        assert limited.statistics.evictions == evictions, (
+            "a put evicted a chunk although a removal had made room"
+        )
         assert await limited.holds(ROOM)
 
 
@@ -129,7 +132,7 @@ class SuffixEvictionConformance(LimitedCases):
         await limited.put(*range(3 * ROOM))
         held = await limited.stored(range(3 * ROOM))
 
-        assert held == list(range(2 * ROOM, 3 * ROOM))
+        assert held == list(range(2 * ROOM, 3 * ROOM)), "the stored chunks are not the newest ones"
         assert limited.statistics.evictions == 2 * ROOM
         assert await limited.holds(*held)
 
@@ -139,8 +142,8 @@ class SuffixEvictionConformance(LimitedCases):
         assert await limited.holds(0)
         await limited.put(50)
 
-        assert await limited.contains(0)
-        assert not await limited.contains(1)
+        assert await limited.contains(0), "a chunk that was just read was evicted"
+        assert not await limited.contains(1), "the least recently used chunk was not evicted"
 
     async def test_a_full_tier_evicts_suffixes_before_their_prefixes(self, limited: TierRig | None) -> None:
         assert limited is not None
@@ -148,4 +151,5 @@ class SuffixEvictionConformance(LimitedCases):
         await limited.tier.contains_many(old)  # as a lookup does: the keys are of one prompt
         await limited.put(*range(4), *range(10, 14))  # one call for each, so that the first is the oldest
 
-        assert await limited.tier.contains_many(old) == [True, True, False, False]
+        found = await limited.tier.contains_many(old)
+        assert found == [True, True, False, False], "a prefix was evicted before its suffix"

@@ -51,7 +51,7 @@ class OverlapCases(Cases):
 
         assert answers == [[None] * 5] * 3 + [None] * 8
         assert await rig.holds(*range(5))
-        assert rig.statistics.chunks in {0, 5}
+        assert rig.statistics.chunks in {0, 5}, "a chunk that was put concurrently is counted more than once"
         if rig.tier.capabilities.lists:
             assert await rig.keys() == {key_of(number) for number in range(5)}
         await rig.check_leases()
@@ -74,7 +74,8 @@ class OverlapCases(Cases):
             await in_time(_storm(random.Random(seed), rig))
 
             for number in range(6):
-                assert await rig.contains(number) is await rig.holds(number)
+                found = await rig.contains(number)
+                assert found is await rig.holds(number), "contains and get disagree after concurrent calls"
         await rig.check_leases()
 
     async def test_gets_and_puts_of_other_chunks_do_not_disturb_each_other(self, rig: TierRig) -> None:
@@ -209,8 +210,9 @@ class LifecycleCases(Cases):
             async with opened_rig(self.reopen(tier), arena) as again:
                 again.length = LENGTHS.__getitem__
                 found = again.statistics
-                assert (found.chunks, found.bytes) == (before.chunks, before.bytes)
-                assert await again.contains(0) is not removed
+                counts = (found.chunks, found.bytes)
+                assert counts == (before.chunks, before.bytes), "the statistics differ after reopening"
+                assert await again.contains(0) is not removed, "contains contradicts remove after reopening"
                 for number, length in list(enumerate(LENGTHS))[1:]:
                     assert await again.contains(number)
                     assert await again.holds(number), f"a record of {length} bytes is lost"
@@ -228,7 +230,8 @@ class LifecycleCases(Cases):
             return
         async with opened_rig(self.reopen(tier), arena) as again:
             for number in range(12):
-                assert await again.contains(number) is await again.holds(number)
+                found = await again.contains(number)
+                assert found is await again.holds(number), "a cancelled put left an incomplete record"
             await again.put(*range(12))
             assert await again.holds(*range(12))
 

@@ -43,7 +43,7 @@ class ContentCases(Cases):
         rig.length = LENGTHS.__getitem__
         for number in range(len(LENGTHS)):
             await rig.put(number)
-            assert await rig.contains(number)
+            assert await rig.contains(number), f"contains does not find a record of {LENGTHS[number]} bytes"
         for number, length in enumerate(LENGTHS):
             assert await rig.holds(number), f"a record of {length} bytes is lost"
         await rig.check_leases()
@@ -60,10 +60,10 @@ class ContentCases(Cases):
     async def test_a_chunk_that_was_never_put_is_a_miss(self, rig: TierRig) -> None:
         await rig.put(2)
 
-        assert not await rig.contains(1)
-        assert not await rig.holds(1)
-        assert not await rig.remove(1)
-        assert await rig.tier.count_prefix([key_of(1)]) == 0
+        assert not await rig.contains(1), "contains found a chunk that was never put"
+        assert not await rig.holds(1), "get returned a chunk that was never put"
+        assert not await rig.remove(1), "remove returned True for a chunk that was never put"
+        assert await rig.tier.count_prefix([key_of(1)]) == 0, "count_prefix found a chunk that was never put"
 
     async def test_put_does_not_change_the_callers_buffer_or_lease(self, rig: TierRig) -> None:
         for verb in ("put", "put_many"):
@@ -73,7 +73,9 @@ class ContentCases(Cases):
                 if verb == "put":
                     await rig.tier.put(key, buffer)
                 else:
-                    assert await rig.tier.put_many(items) == [None]
+                    assert await rig.tier.put_many(items) == [None], (
+                        "put_many did not return None for a stored chunk"
+                    )
 
                 assert not buffer.released, f"{verb} released the caller's lease"
                 assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
@@ -134,7 +136,7 @@ class ContentCases(Cases):
             assert await rig.contains(1)
             assert await rig.holds(1)
 
-        assert rig.statistics.chunks in {0, 1}
+        assert rig.statistics.chunks in {0, 1}, "a chunk that was put again is counted twice"
         assert rig.statistics.bytes == size, "a second put of a chunk is counted twice"
         await rig.check_leases()
 
@@ -160,9 +162,9 @@ class ContentCases(Cases):
         found = [number for number in asked if await rig.holds(number)]
 
         if not rig.statistics.evictions:
-            assert found == list(asked)
+            assert found == list(asked), "records are lost, but statistics() counts no evictions"
         assert found, "all records are lost"
-        assert not await rig.contains(self.many_keys)
+        assert not await rig.contains(self.many_keys), "contains found a chunk that was never put"
 
 
 class BatchCases(Cases):
@@ -185,7 +187,10 @@ class BatchCases(Cases):
 
         results = await rig.get_many(asked)
 
-        assert [result is None for result in results] == [number not in puts for number in asked]
+        missing = [number not in puts for number in asked]
+        assert [result is None for result in results] == missing, (
+            "get_many did not return None exactly for the missing chunks"
+        )
         await _check_got(rig, asked, results)
 
     async def test_an_empty_batch_has_an_empty_result(self, rig: TierRig) -> None:
@@ -210,7 +215,7 @@ class BatchCases(Cases):
         await rig.put(0, 1, 3)
         keys = [key_of(number) for number in range(5)]
 
-        assert await rig.tier.count_prefix(keys) == 2
+        assert await rig.tier.count_prefix(keys) == 2, "count_prefix did not stop at the first missing chunk"
         assert await rig.tier.count_prefix(keys[3:]) == 1
         assert await rig.tier.count_prefix(keys[:2]) == 2
         assert await rig.tier.contains_many(keys) == [True, True, False, True, False]
@@ -260,12 +265,13 @@ class RemovalCases(Cases):
         if not rig.tier.capabilities.lists:
             assert await rig.keys() == set(), "keys returned keys, but `lists` is not declared"
             return
-        assert await rig.keys() == {key_of(number) for number in range(5)}
+        stored = {key_of(number) for number in range(5)}
+        assert await rig.keys() == stored, "keys did not yield exactly the stored chunks"
         if not rig.tier.capabilities.removes:
             return
         await rig.remove(3)
         assert await rig.keys() == {key_of(number) for number in (0, 1, 2, 4)}
-        assert await rig.tier.clear() == 4
+        assert await rig.tier.clear() == 4, "clear did not return the number of removed chunks"
         assert await rig.keys() == set()
         assert await rig.tier.clear() == 0
         assert not await rig.holds(1)
@@ -274,12 +280,13 @@ class RemovalCases(Cases):
         await rig.check_leases()
 
     async def test_statistics_agree_with_the_content(self, rig: TierRig) -> None:
-        assert (rig.statistics.chunks, rig.statistics.bytes) == (0, 0)
+        counts = (rig.statistics.chunks, rig.statistics.bytes)
+        assert counts == (0, 0), "statistics() of a new tier counts chunks or bytes"
         await rig.put(*range(4))
         statistics = rig.statistics
         if statistics == TierStatistics():
             return  # the tier has no statistics
-        assert statistics.chunks == 4
+        assert statistics.chunks == 4, "statistics().chunks is not the number of stored chunks"
         assert statistics.bytes > 0
         assert (statistics.evictions, statistics.corrupt) == (0, 0)
         if rig.tier.capabilities.removes:
