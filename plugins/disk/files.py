@@ -58,6 +58,8 @@ class RecordFiles:
         self._fsync = fsync
         self._quarantine = quarantine
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        self._undeleted: set[str] = set()  # temporary files of failed writes
+        self._durable_folders: set[str] = set()  # with `fsync`: whose names in the root are durable
 
     def write(self, key: ChunkKey, view: memoryview, stamp: int) -> Failure | None:
         """Write and publish a record. After a failure no part of it is left.
@@ -67,11 +69,14 @@ class RecordFiles:
         """
         try:
             _record_size(view)
+            for name in tuple(self._undeleted):
+                self._delete_temporary(name)  # or nothing is written, so that no more such files are left
             name = self._directory.temporary_name(key)
             try:
                 descriptor = self._create(name)
             except FileNotFoundError:  # the directory was deleted
                 self._directory.prepare()
+                self._durable_folders.clear()
                 descriptor = self._create(name)
             try:
                 try:
@@ -83,8 +88,9 @@ class RecordFiles:
                     os.close(descriptor)
                 self._rename(name, key)
             except BaseException:
+                self._undeleted.add(name)
                 with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._directory.fd)
+                    self._delete_temporary(name)
                 raise
         except (OSError, TierError) as error:
             return drop_tracebacks(error)
@@ -163,6 +169,11 @@ class RecordFiles:
             with contextlib.suppress(OSError, TierError):
                 os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
 
+    def _delete_temporary(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._directory.fd)
+        self._undeleted.discard(name)
+
     def _status(self, key: ChunkKey) -> os.stat_result:
         return os.stat(self._directory.record_name(key), dir_fd=self._directory.fd, follow_symlinks=False)
 
@@ -180,11 +191,19 @@ class RecordFiles:
                 with contextlib.suppress(FileExistsError):  # another thread created it
                     os.mkdir(shard, 0o700, dir_fd=root)
                 folder = stack.enter_context(self._directory.folder(shard))
-                if self._fsync:
-                    os.fsync(root)
             os.replace(name, record, src_dir_fd=root, dst_dir_fd=folder)
             if self._fsync:
-                os.fsync(folder)
+                try:
+                    self._sync_folder(shard, folder)
+                except BaseException:
+                    os.unlink(record, dir_fd=folder)
+                    raise
+
+    def _sync_folder(self, shard: str, folder: int) -> None:
+        os.fsync(folder)
+        if shard not in self._durable_folders:  # another thread or an earlier process may have created it
+            os.fsync(self._directory.fd)
+            self._durable_folders.add(shard)
 
 
 class ReadBatch:

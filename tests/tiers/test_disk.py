@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from lmcache_async.testing.records import FORMAT, key_of, record
 from lmcache_async.types import ChunkKey
 from tests.support.gates import Gate
 from tests.support.thorough import machine_settings
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, files_in, get, path_of, put, turns
 
 
 def edit_file(root: Path, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
@@ -286,6 +287,45 @@ async def test_a_write_that_fails_leaves_nothing_and_says_where(
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
         await put(tier, arena, 2)
         assert await get(tier, allocate, 2)
+
+
+async def test_a_record_is_not_stored_before_its_name_and_that_of_its_folder_are_durable(
+    config, arena, monkeypatch
+):
+    real, failures, synced = os.fsync, [1, 2], set()
+
+    def sync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if failures and stat.S_ISDIR(status.st_mode):
+            raise OSError(errno.EIO, f"failure {failures.pop()}")
+        real(descriptor)
+        synced.add(status.st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    async with DiskTier(config.model_copy(update={"fsync": True})) as tier:
+        while failures:
+            with pytest.raises(TierUnavailableError, match="failure"):
+                await put(tier, arena, 1)
+            assert files_in(config.root) == []
+        await put(tier, arena, 1)
+
+        record_path = path_of(config, 1)
+        assert {path.stat().st_ino for path in (record_path, record_path.parent, config.root)} <= synced
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
+async def test_what_a_failed_write_cannot_delete_is_deleted_before_the_next_write(config, arena, monkeypatch):
+    write, unlink = FailingCall(monkeypatch, "pwrite"), FailingCall(monkeypatch, "unlink")
+    async with DiskTier(config) as tier:
+        write.fail(errno.EIO)
+        unlink.fail(errno.EIO, times=2)
+        for _ in range(2):
+            with pytest.raises(TierUnavailableError, match="Input/output error"):
+                await put(tier, arena, 1)
+            assert len(files_in(config.root)) == 1
+        await put(tier, arena, 2)
+
+        assert files_in(config.root) == [path_of(config, 2)]
 
 
 async def test_a_read_that_fails_is_an_error_and_the_chunk_stays(config, arena, allocate, monkeypatch):
