@@ -201,6 +201,7 @@ class TierHandle:
         self._tier = tier
         self._logger = logger
         self._watcher = watcher
+        self._writes: dict[Call, set[ChunkKey]] = {}  # running writes, and the keys removed meanwhile
         if watcher is not None:
             tier.on_evicted = self._publish_removed
         self._statistics = TierStatistics()
@@ -384,6 +385,8 @@ class TierHandle:
         foreign = self.capabilities.in_arena or self.capabilities.own_memory
         leases = CallLeases(call, foreign=foreign)
         start, check = partial(self._start, call, leases), partial(self._check, call, leases)
+        if call.verb is Verb.PUT_MANY and self._watcher is not None:
+            return self._publish_stored(call, partial(self._guarded, call.verb, start, check, leases.close))
         return self._guarded(call.verb, start, check, leases.close)
 
     def _start(self, call: Call, leases: CallLeases) -> object:
@@ -406,15 +409,10 @@ class TierHandle:
                 return self._clear()
 
     def _check(self, call: Call, leases: CallLeases, result: object) -> Results:
-        """Check the result of the tier, convert it to a list and publish what has changed."""
+        """Check the result of the tier, convert it to a list and publish removals."""
         match call.verb:
             case Verb.PUT_MANY | Verb.GET_MANY | Verb.CONTAINS_MANY:
-                results = self._check_chunks(call, result, leases.may_return)
-                if call.items and self._watcher is not None:
-                    items = zip(call.items, results, strict=True)
-                    if stored_keys := [key for (key, _), error in items if error is None]:
-                        self._watcher.kept(self.name, stored_keys)
-                return results
+                return self._check_chunks(call, result, leases.may_return)
             case Verb.COUNT_PREFIX:
                 stored = check_count(call.verb, result, call.chunks)
                 return [True] * stored + [False] * (call.chunks - stored)
@@ -487,8 +485,23 @@ class TierHandle:
         self._publish_removed(keys)
         return removed
 
+    async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:
+        """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile."""
+        removed = self._writes[call] = set[ChunkKey]()
+        try:
+            results = await run()
+        finally:
+            del self._writes[call]
+        items = zip(call.items, results, strict=True)
+        stored = [key for (key, _), error in items if error is None and key not in removed]
+        if self._watcher is not None and stored:
+            self._watcher.kept(self.name, stored)
+        return results
+
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
         if self._watcher is not None and keys:
+            for removed in self._writes.values():
+                removed.update(keys)
             self._watcher.gone(self.name, keys)
 
     def _update_capabilities(self) -> bool:

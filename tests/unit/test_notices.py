@@ -8,8 +8,11 @@ import pytest
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import TierUnavailableError
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.records import key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
-from tests.support.tiers import altered, raises, registry_of
+from tests.support.tiers import altered, handle_of, raises, registry_of
+from tests.tiers.disk_tools import RECORD_BYTES
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -107,6 +110,20 @@ async def test_a_record_that_is_damaged_or_missing_is_removed(tmp_path, damage, 
 
         await agree(engine, watcher, "disk")
         assert len(watcher.has["disk"]) == 4
+
+
+async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
+    watcher, arena = Watching(), small_arena(8)
+    tier = DiskTier(DiskConfig(path=tmp_path, max_bytes=4 * RECORD_BYTES, io_threads=1))
+    async with handle_of(tier, watcher=watcher) as handle:
+        items = [(key_of(number), record(arena, number)) for number in range(8)]
+        await handle.put(items)
+        for _, buffer in items:
+            buffer.release()
+
+        assert tier.statistics().evictions
+        assert watcher.has["t"] == {key async for key in handle.keys()}  # noqa: SIM118 - a tier's
+    arena.close()
 
 
 async def test_refused_chunks_are_not_notified():
