@@ -152,5 +152,5 @@ def _mentions_plugins(distribution: Distribution) -> bool:
 
 
 def _normal(name: str) -> str:
-    """Return the normalized name of a distribution (PEP 503)."""
+    """Return the normalised name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -123,7 +123,7 @@ async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():
         await copier.scatter([job], copier.fence())
         sums = [
             tensor.sum(dim=(1, 2, 3)) for tensor in cache.tensors
-        ]  # on the model's stream, without synchronization
+        ]  # on the model's stream, without synchronisation
 
     row = float(3 * cache.tensors[0][0].numel())
     assert all(total.tolist() == [0, 0, row, 0, row, 0] for total in sums)

@@ -61,7 +61,7 @@ async def test_a_store_counts_what_others_can_read(tiers, shared):
 
 
 @pytest.mark.parametrize(("tier", "shared"), [(DiskTier, False), (ValkeyTier, True), (S3Tier, True)])
-def test_shared_tiers_are_recognized(tier, shared, tmp_path):
+def test_shared_tiers_are_recognised(tier, shared, tmp_path):
     options = {
         DiskTier: {"path": tmp_path, "max_bytes": 1 << 20},
         ValkeyTier: {"url": "valkey://localhost"},
