@@ -8,7 +8,7 @@ what the method returns: a lookup to release, a load to start, chunks to store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -272,7 +272,7 @@ class _StoreCursor:
     next_chunk: int = 0
     tail_pending: bool = False
     stored_skipped: bool = False  # chunks that the lookup found are not stored again
-    first_chunks: dict[int, int] = field(default_factory=dict)  # by job, of requests that are handed over
+    first_chunks: dict[int, int] = field(default_factory=dict)  # by job, if the request is handed over
     lost_chunk: int | None = None  # first chunk that did not reach a shared tier
 
 
@@ -581,18 +581,17 @@ class RequestTracker:
         ends = self.keys.num_prompt_tokens if tail else 0
         return max(full * self._policy.chunk_size, ends, *boundaries)
 
-    def plan_stores(self, computed_tokens: int, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
+    def plan_stores(self, computed_tokens: int, in_flight: Mapping[bytes, int], room: int) -> list[StoreSpan]:
         """Plan the stores of a step, of chunks whose keys are known.
 
         Args:
-            in_flight: Keys of the first rank of chunks that are being stored. These are skipped, unless the request is handed
-                over: its promise depends on the tiers' answers to its own stores.
+            in_flight: Chunks that other requests are storing, by their keys of the first rank: the job, or 0 if the tiers'
+                answer to it is not reported. They are skipped. If this request is handed over, it depends on that answer.
             room: Number of blocks that may still be pinned. Chunks that do not fit wait for a later step.
         """
         full, tail = self._due(computed_tokens)
         full = min(full, self.keys.num_hashed // self._policy.chunk_size)
-        skipped = () if self.hands_over else in_flight
-        return self._spans(full, tail and self.keys.tail is not None, skipped, room)
+        return self._spans(full, tail and self.keys.tail is not None, in_flight, room)
 
     def plan_boundaries(self, computed_tokens: int) -> list[int]:
         """Boundaries that a step reaches, at which the groups other than full attention are stored.
@@ -638,7 +637,7 @@ class RequestTracker:
         Returns the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
         full, tail = self._due(computed_tokens)
-        spans = self._spans(full, tail, (), room)
+        spans = self._spans(full, tail, {}, room)
         dropped = max(0, full - self._cursor.next_chunk) + (tail and self._cursor.tail_pending)
         return spans, dropped
 
@@ -690,19 +689,28 @@ class RequestTracker:
         limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)
         return limit // self._policy.chunk_size, self._cursor.tail_pending and computed_tokens >= prompt
 
-    def _spans(self, full: int, tail: bool, in_flight: Collection[bytes], room: int) -> list[StoreSpan]:
+    def _stored_by(self, chunk: int, in_flight: Mapping[bytes, int]) -> int | None:
+        """The job that stores a chunk for this request too; None if the request has to store it itself."""
+        job = in_flight.get(self.keys.key(0, chunk)) if in_flight else None
+        return job if job or not self.hands_over else None
+
+    def _spans(self, full: int, tail: bool, in_flight: Mapping[bytes, int], room: int) -> list[StoreSpan]:
         cursor, size = self._cursor, self._policy.chunk_size
         blocks_per_chunk = self._policy.blocks_of(size)
         hashed = self.keys.num_hashed // size
         spans: list[StoreSpan] = []
         while cursor.next_chunk < full:
             first = cursor.next_chunk
-            if in_flight and self.keys.key(0, first) in in_flight:
+            if (job := self._stored_by(first, in_flight)) is not None:
+                if self.hands_over:
+                    cursor.first_chunks.setdefault(job, first)
                 cursor.next_chunk += 1
                 continue
             stop = min(full, first + min(MAX_JOB_CHUNKS, max(0, room // blocks_per_chunk)))
             if in_flight:
-                stop = next((c for c in range(first, stop) if self.keys.key(0, c) in in_flight), stop)
+                stop = next(
+                    (c for c in range(first, stop) if self._stored_by(c, in_flight) is not None), stop
+                )
             if stop == first:
                 return spans  # no room; a later step tries again
             spans.append(StoreSpan(first, stop, False, (stop - first) * size, hashed=stop <= hashed))

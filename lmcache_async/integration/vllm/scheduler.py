@@ -179,7 +179,7 @@ class StoreQueue:
         self._copied: dict[int, int] = {}
         self._answered: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
-        self.keys_in_flight: set[bytes] = set()
+        self.keys_in_flight: dict[bytes, int] = {}  # see `RequestTracker.plan_stores`
 
     def add(
         self,
@@ -210,7 +210,7 @@ class StoreQueue:
         if span.hashed and not span.is_tail:
             keys = tuple(tracker.keys.key(0, chunk) for chunk in range(span.first, span.stop))
             self._job_keys[job_id] = keys
-            self.keys_in_flight.update(keys)
+            self.keys_in_flight.update(dict.fromkeys(keys, job_id if tracker.hands_over else 0))
 
     def add_boundary(
         self,
@@ -297,7 +297,7 @@ class StoreQueue:
         """More ranks have copied the blocks of these jobs."""
         for job_id in self._of_all_ranks(self._copied, ranks):
             self._pins.unpin(job_id)
-            self.keys_in_flight.difference_update(self._job_keys.pop(job_id, ()))
+            self._forget_keys(job_id)
 
     def answered(self, ranks: Mapping[int, int], unshared: Mapping[int, int]) -> bool:
         """The tiers of more ranks have answered these jobs; see `WorkerReport`.
@@ -306,7 +306,13 @@ class StoreQueue:
         """
         for job_id, chunks in unshared.items():
             self._unshared[job_id] = self._unshared.get(job_id, 0) + chunks
+            if chunks:
+                self._forget_keys(job_id)  # other requests store these chunks themselves
         return 0 in [self._unshared.pop(job_id, None) for job_id in self._of_all_ranks(self._answered, ranks)]
+
+    def _forget_keys(self, job_id: int) -> None:
+        for key in self._job_keys.pop(job_id, ()):
+            self.keys_in_flight.pop(key, None)
 
     def _of_all_ranks(self, counts: dict[int, int], ranks: Mapping[int, int]) -> list[int]:
         """Add reports of ranks, by job, to `counts`. Return the jobs that every rank has reported now."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
@@ -181,20 +182,42 @@ def test_chunks_are_promised_again_once_a_store_has_reached_a_shared_tier_on_eve
     assert (finish(bench, request) is not None) == promised
 
 
-@pytest.mark.parametrize(("unshared", "promised"), [(0, 20), (2, 0)])
-def test_a_promise_depends_on_the_answers_to_the_stores_of_its_own_request(unshared: int, promised: int):
-    """Another request stores the same chunks, and its store fails."""
-    bench = Bench(roles=PRODUCER)
+def twins(bench: Bench, **params: Any) -> tuple[Request, Request]:
+    """Two requests with one prompt; the second one has these parameters."""
     first = bench.request(20)
-    second = Request("twin", first.prompt_token_ids, first.sampling_params, None)
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    second = Request("twin", first.prompt_token_ids, sampling, None)
     bench.scheduler.on_new_request(second)
+    return first, second
+
+
+@pytest.mark.parametrize(("unshared", "promised"), [(0, 20), (1, 0)])
+def test_a_promise_depends_on_the_stores_of_other_requests_with_its_chunks(unshared: int, promised: int):
+    bench = Bench(roles=PRODUCER)
+    first, second = twins(bench)
     jobs = bench.step((first, 20), (second, 20)).stores
-    report(bench, {job.job_id: job.num_chunks for job in jobs if job.request_id == first.request_id})
-    report(bench, {job.job_id: unshared for job in jobs if job.request_id == second.request_id})
+    assert spans(jobs) == [(0, 16), (16, 20), (16, 20)]
+    report(bench, {jobs[0].job_id: unshared})
     report(bench, {99: 0})
 
     promise = finish(bench, second)
     assert (promise.tokens if promise else 0) == promised
+
+
+def test_chunks_of_a_store_that_has_failed_on_one_rank_are_stored_by_the_next_request():
+    bench = Bench(roles=PRODUCER)
+    first, second = twins(bench)
+    report(bench, {bench.step((first, 20)).stores[0].job_id: 1}, ranks=1)
+
+    assert spans(bench.step((second, 20)).stores) == [(0, 16), (16, 20)]
+
+
+def test_chunks_of_a_store_whose_answer_is_not_reported_are_stored_by_a_request_that_is_handed_over():
+    bench = Bench()
+    first, second = twins(bench, do_remote_decode=True)
+
+    jobs = bench.step((first, 20), (second, 20)).stores
+    assert spans(jobs) == [(0, 16), (16, 20)] * 2
 
 
 # Promises in transit

@@ -177,7 +177,7 @@ def test_only_the_first_admission_is_marked_as_first() -> None:
 def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed: int, room: int) -> None:
     tracker = tracker_of(prompt)
     computed = min(prompt, computed)
-    spans = tracker.plan_stores(computed, (), room)
+    spans = tracker.plan_stores(computed, {}, room)
 
     assert sum(span.num_tokens for span in spans) <= room * BLOCK
     end = 0
@@ -189,7 +189,7 @@ def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed:
         assert sum(span.num_tokens for span in spans) == (
             computed // CHUNK * CHUNK if computed < prompt else prompt // BLOCK * BLOCK
         )
-    assert tracker.plan_stores(computed, (), 0) == []
+    assert tracker.plan_stores(computed, {}, 0) == []
 
 
 class TrackerMachine(RuleBasedStateMachine):
@@ -289,7 +289,7 @@ class TrackerMachine(RuleBasedStateMachine):
             tokens = 0
         computed = self.tracker.known_after(tokens)
         self.tracker.skip_stored(self.epoch)
-        spans = self.tracker.plan_stores(computed, (), room)
+        spans = self.tracker.plan_stores(computed, {}, room)
         assert not (spans and self.loading)
         self._stored(spans, computed)
         if not self.loading:
@@ -473,5 +473,5 @@ def test_after_a_failed_load_the_boundaries_are_stored_again() -> None:
 def test_a_model_of_windows_alone_stores_no_chunks() -> None:
     tracker = tracker_of(40, policy(groups=(KVGroup(0, BLOCK, window=6),)))
 
-    assert tracker.plan_stores(40, (), 100) == []
+    assert tracker.plan_stores(40, {}, 100) == []
     assert tracker.plan_boundaries(40) == [38, 40]
