@@ -479,10 +479,19 @@ class TierHandle:
             unused = None  # or the traceback would keep a view of a buffer alive
 
     async def _clear(self) -> object:
-        """Clear the tier and publish the removal of the chunks that it listed before."""
-        keys = [key async for key in self.keys()] if self._watcher is not None else ()
-        removed: object = await self._tier.clear()
-        self._publish_removed(keys)
+        """Clear the tier and publish the removal of the chunks that it listed before.
+
+        If that fails, the chunks that a tier with a `local_index` still has are left out.
+        """
+        keys = [key async for key in self.keys()] if self._watcher is not None else []
+        try:
+            removed: object = await self._tier.clear()
+        except BaseException:
+            if self.capabilities.local_index:
+                keys = [key for key in keys if not await self._tier.contains(key)]
+            raise
+        finally:
+            self._publish_removed(keys)
         return removed
 
     async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:

@@ -9,8 +9,10 @@ import pytest
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Capabilities
 from tests.support.tiers import altered, handle_of, raises, registry_of
 from tests.tiers.disk_tools import RECORD_BYTES
 
@@ -110,6 +112,25 @@ async def test_a_record_that_is_damaged_or_missing_is_removed(tmp_path, damage, 
 
         await agree(engine, watcher, "disk")
         assert len(watcher.has["disk"]) == 4
+
+
+@pytest.mark.parametrize("local_index", [True, False])
+async def test_a_clear_that_fails_removes_what_it_has_cleared(local_index):
+    class Tier(DictTier):
+        capabilities = Capabilities(removes=True, lists=True, local_index=local_index)
+
+        async def remove(self, key):
+            if len(self.records) == 2:
+                raise TierUnavailableError("away")
+            return await super().remove(key)
+
+    rig, watcher = Rig(), Watching()
+    async with opened(rig, watcher, registry_of(dict=Tier), tiers=["dict"]) as engine:
+        await engine.store(TOKENS, SLOTS)
+        with pytest.raises(TierUnavailableError, match="away"):
+            await engine.clear()
+
+        assert watcher.has["dict"] == (await held(engine, "dict") if local_index else set())
 
 
 async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
