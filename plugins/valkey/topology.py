@@ -332,7 +332,7 @@ class Cluster(Topology):
     """A cluster: 16384 slots, each with a master.
 
     The table of slots is requested on first use, and again before the next call after a node redirected a
-    command or could not be reached. Until then the old table is used.
+    command or could not be reached, or a slot had no node. Until then the old table is used.
     """
 
     def __init__(self, access: Access) -> None:
@@ -345,6 +345,7 @@ class Cluster(Topology):
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         table = await self._current()
         endpoints = [table[slot_of(name)] for name in names]
+        self._stale = self._stale or None in endpoints  # a node may get the slot at any time
         text = "no node of the cluster serves the slot of the key: see CLUSTER SHARDS"
         return [TierUnavailableError(text) if each is None else self.node(each) for each in endpoints]
 

@@ -212,6 +212,15 @@ async def test_a_slot_that_moves_is_followed(cluster, arena, allocate):
             server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
 
 
+async def test_slots_that_get_a_node_later_are_found(arena, allocate):
+    with running("--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        async with bound(config(node.tcp_url, mode="cluster"), arena) as tier:
+            with pytest.raises(TierUnavailableError, match="no node of the cluster serves the slot"):
+                await tier.contains(key_of(1))
+            node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            await until_hit(tier, arena, allocate)
+
+
 async def test_a_cluster_without_any_node_is_an_error_in_time(arena, allocate):
     settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
     async with bound(settings, arena) as tier:
