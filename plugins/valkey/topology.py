@@ -387,23 +387,29 @@ class Cluster(Topology):
         return self._table
 
     async def _refresh(self) -> list[Endpoint | None]:
+        """Request the table, from several nodes while slots are missing: a removed node sends an empty one."""
         self._refreshed = asyncio.get_running_loop().time()
         reasons: list[str] = []
+        tables: list[list[Endpoint | None]] = []
         nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._endpoints])]
         for node in sorted(nodes, key=lambda node: node.suspended):
             try:
                 [reply] = await node.call(encode(b"CLUSTER", b"SLOTS"), 1)
                 if isinstance(reply, ErrorReply):
                     raise refusal(node.where, reply)
-                self._table, self._stale = parse_slots(reply, node.endpoint), False
+                tables.append(parse_slots(reply, node.endpoint))
             except ValueError as error:
                 reasons.append(f"{node.where}: {error}")
             except TierError as error:
                 reasons.append(str(error))
             else:
-                self.keep({endpoint for endpoint in dict.fromkeys(self._table) if endpoint is not None})
-                return self._table
-        raise TierUnavailableError(f"no node sends the slots of the cluster: {'; '.join(reasons)}")
+                if None not in tables[-1]:
+                    break
+        if not tables:
+            raise TierUnavailableError(f"no node sends the slots of the cluster: {'; '.join(reasons)}")
+        self._table, self._stale = min(tables, key=lambda table: table.count(None)), False
+        self.keep({endpoint for endpoint in dict.fromkeys(self._table) if endpoint is not None})
+        return self._table
 
 
 def make_topology(access: Access, sentinel_access: Access) -> Topology:

@@ -221,6 +221,17 @@ async def test_slots_that_get_a_node_later_are_found(arena, allocate):
             await until_hit(tier, arena, allocate)
 
 
+async def test_a_node_that_was_removed_from_the_cluster_is_not_believed(arena, allocate):
+    """It answers with a table without slots."""
+    options = ("--cluster-enabled", "yes", "--cluster-port")
+    with running(*options, str(free_port())) as removed, running(*options, str(free_port())) as node:
+        node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"))
+        async with bound(config(f"{removed.tcp_url},127.0.0.1:{node.port}", mode="cluster"), arena) as tier:
+            assert await put(tier, arena, 1) == [None]
+            assert await get(tier, allocate, 1) == ["hit"]
+
+
 async def test_a_cluster_without_any_node_is_an_error_in_time(arena, allocate):
     settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
     async with bound(settings, arena) as tier:
