@@ -146,9 +146,13 @@ class RequestPolicy:
         """
         if self.only_full or self.has_states:
             return []
-        unit = self.block_size if self.partial_chunks else self.chunk_size
-        found = {tokens // unit * unit for tokens in (num_prompt_tokens - 1, num_prompt_tokens)}
+        found = {self.last_boundary(num_prompt_tokens), self.last_boundary(num_prompt_tokens + 1)}
         return sorted(found - {0})
+
+    def last_boundary(self, num_prompt_tokens: int) -> int:
+        """The last position where the same prompt can continue. One token is left to compute."""
+        unit = self.block_size if self.partial_chunks else self.chunk_size
+        return (num_prompt_tokens - 1) // unit * unit
 
 
 class RequestView(Protocol):
@@ -274,6 +278,9 @@ class _StoreCursor:
     stored_skipped: bool = False  # chunks that the lookup found are not stored again
     first_chunks: dict[int, int] = field(default_factory=dict)  # by job, if the request is handed over
     lost_chunk: int | None = None  # first chunk that did not reach a shared tier
+    boundaries: dict[int, int] = field(
+        default_factory=dict
+    )  # stored ones by job, if the request is handed over
 
 
 class RequestTracker:
@@ -645,9 +652,14 @@ class RequestTracker:
         if self.hands_over:
             self._cursor.first_chunks[job_id] = span.first
 
+    def boundary_started(self, job_id: int, boundary: int) -> None:
+        if self.hands_over:
+            self._cursor.boundaries[job_id] = boundary
+
     def store_not_shared(self, job_id: int) -> None:
         """Chunks of the store did not reach a tier that other processes read."""
         cursor = self._cursor
+        cursor.boundaries.pop(job_id, None)
         first = cursor.first_chunks.get(job_id)
         if first is not None:
             cursor.lost_chunk = first if cursor.lost_chunk is None else min(first, cursor.lost_chunk)
@@ -724,7 +736,14 @@ class RequestTracker:
         return spans
 
     def _promised_tokens(self) -> int:
-        """Leading tokens of the prompt that are stored or being stored."""
+        """Leading tokens of the prompt that are stored or being stored, in all groups where a consumer continues."""
+        tokens = self._tokens_in_chunks()
+        if self._policy.only_full:
+            return tokens
+        end = min(tokens, self._policy.last_boundary(self.keys.num_prompt_tokens))
+        return tokens if end in self._cursor.boundaries.values() else 0
+
+    def _tokens_in_chunks(self) -> int:
         size, cursor = self._policy.chunk_size, self._cursor
         last = self.keys.num_prompt_tokens // size
         full = min(cursor.next_chunk, last)

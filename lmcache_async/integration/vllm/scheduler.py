@@ -267,7 +267,7 @@ class StoreQueue:
                 epoch,
                 tuple(pack_blocks(_ids(some)) for some in blocks),
                 now + HASH_WAIT_S,
-                hand_over=span is not None and tracker.hands_over,
+                hand_over=tracker.hands_over,
             )
         )
 
@@ -882,7 +882,7 @@ class SchedulerConnector:
         blocks, now = self._blocks(tracker.request_id), self._client.now()
         for boundary in boundaries:
             self._next_job += 1
-            self._stores.add_boundary(
+            if self._stores.add_boundary(
                 self._next_job,
                 tracker,
                 boundary,
@@ -890,7 +890,8 @@ class SchedulerConnector:
                 states=states.get(boundary, {}),
                 epoch=self._client.epoch,
                 now=now,
-            )
+            ):
+                tracker.boundary_started(self._next_job, boundary)
 
     def _add_stores(self, tracker: RequestTracker, spans: Sequence[StoreSpan]) -> None:
         if not spans:

@@ -23,6 +23,7 @@ from tests.support.vllm_simulator import (
     scheduler_of,
 )
 from tests.unit.vllm.shelf import Shelf
+from tests.unit.vllm.test_simulated import MODELS
 
 Params = dict[str, Any] | None
 
@@ -87,6 +88,24 @@ def test_the_consumer_decodes_from_the_producers_kv(pair: Pair, length: int, ran
     assert (waits(consumer).kept, waits(consumer).late) == (int(whole > 0), 0)
     for sim in (producer, consumer):
         assert_nothing_is_held(sim)
+
+
+@pytest.mark.kv_groups
+@pytest.mark.parametrize("pinned", [0.5, 0.06])
+@pytest.mark.parametrize("length", [288, 300])
+@pytest.mark.parametrize("model", ["window", "two states"])
+def test_no_consumer_waits_for_groups_that_the_producer_has_not_stored(
+    pair: Pair, model: str, length: int, pinned: float
+):
+    """The producer has room to pin the blocks of full attention, or of all groups."""
+    producer = pair.vllm("kv_producer", {"vllm.max_pinned_fraction": pinned}, groups=MODELS[model])
+    consumer = pair.vllm("kv_consumer", groups=MODELS[model])
+    tokens = prompt(length)
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    consumer.run()
+
+    assert consumer.outputs["d"] == expected(tokens, 4)
+    assert (waits(consumer).kept, waits(consumer).late) == (int(pinned == 0.5), 0)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])

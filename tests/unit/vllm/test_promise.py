@@ -220,6 +220,27 @@ def test_chunks_of_a_store_whose_answer_is_not_reported_are_stored_by_a_request_
     assert spans(jobs) == [(0, 16), (16, 20)] * 2
 
 
+def promised_with_states(bench: Bench, *, offered: bool = True, unshared: int = 0) -> int:
+    """Tokens promised by a request of a model with a recurrent state, whose store no shared tier may have taken."""
+    request = bench.request(4 * CHUNK + 3)
+    (state,) = bench.pool.get_new_blocks(1)
+    states = {request.request_id: [(1, state.block_id, 4 * CHUNK + 2)]} if offered else {}
+    *_, last = bench.step((request, 4 * CHUNK + 3), states=states).stores
+    report(bench, {last.job_id: unshared})
+    report(bench, {99: 0})
+    promise = finish(bench, request)
+    return promise.tokens if promise else 0
+
+
+def test_several_groups_are_promised_if_a_consumer_can_continue_there():
+    assert promised_with_states(Bench(roles=PRODUCER, states=1)) == 4 * CHUNK + 2
+    assert promised_with_states(Bench(roles=PRODUCER, states=1), offered=False) == 0
+    assert promised_with_states(Bench(roles=PRODUCER, states=1), unshared=1) == 0
+    # The chunks take all the room for pinned blocks.
+    full = {"num_blocks": 41, "vllm.max_pinned_fraction": 17 / 41}
+    assert promised_with_states(Bench(roles=PRODUCER, states=1, **full)) == 0
+
+
 # Promises in transit
 
 
