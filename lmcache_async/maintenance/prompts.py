@@ -70,7 +70,16 @@ def tokenizer_of(name: str) -> Encode:
         tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the package raises Exception itself
         raise ConfigError(f"--tokenizer {name}: {error}") from error
-    return lambda text: list(tokenizer.encode(text).ids)
+
+    def encode(text: str) -> Sequence[int]:
+        try:
+            return list(tokenizer.encode(text).ids)
+        except Exception as error:  # such as TypeError for text that is not valid Unicode
+            raise ConfigError(
+                f"--tokenizer {name} cannot encode the prompt {text[:60]!r}: {error}"
+            ) from error
+
+    return encode
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -171,10 +171,14 @@ def test_text_is_tokenized_with_the_models_tokenizer(config, tmp_path):
 
     without = invoke("warm", "--config", config, "--prompts", prompts)
     done = told("warm", "--config", config, "--prompts", prompts, "--tokenizer", tmp_path)
+    prompts_of(tmp_path, {"prompt": "half a character: \ud800"})
+    invalid = invoke("warm", "--config", config, "--prompts", prompts, "--tokenizer", tmp_path)
 
     assert without.exit_code == 2
     assert "--tokenizer" in without.stderr
     assert done["found_tokens"] == 40
+    assert invalid.exit_code == 2
+    assert r"cannot encode the prompt 'half a character: \ud800'" in invalid.stderr
 
 
 @pytest.mark.parametrize(
