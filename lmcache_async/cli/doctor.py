@@ -16,7 +16,7 @@ import typer
 
 from lmcache_async.cli.checks import machine, versions
 from lmcache_async.cli.checks.probe import probe_tier, probe_timeout_s
-from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
+from lmcache_async.cli.output import PROBLEM, STOPPED, JSONFlag, print_json, refuse, say
 from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
 from lmcache_async.engine.check import all_problems, tier_capabilities
 from lmcache_async.engine.tiers import make_tier
@@ -57,7 +57,11 @@ def doctor_command(
     checks: list[Check] = []
     hung = False
     for name, seconds, work in groups(config, sample_bytes):
-        found, late = guarded(name, seconds, work)
+        try:
+            found, late = guarded(name, seconds, work)
+        except KeyboardInterrupt:
+            sys.stdout.flush()
+            os._exit(STOPPED)  # as below
         hung |= late
         checks += found
         if not as_json:
@@ -108,10 +112,18 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
     """Run a group of checks in a thread; return its results and whether it exceeded its deadline.
 
-    Exceptions are results. A thread that exceeds the deadline is abandoned.
+    Exceptions are results. A thread that exceeds the deadline is abandoned. After Ctrl-C the check may end, so that
+    it removes what it has written; another Ctrl-C ends the wait.
     """
     future = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-check").submit(lambda: list(work()))
-    if not wait([future], timeout=seconds).done:
+    try:
+        done = wait([future], timeout=seconds).done
+    except KeyboardInterrupt:
+        text = f"stopping when the check {name} ends, within {seconds:g} s; Ctrl-C again stops at once"
+        say(text, to_stderr=True)
+        wait([future], timeout=seconds)
+        raise
+    if not done:
         found = f"the check did not end within {seconds:g} s"
         return [fail(name, found, "check whether the disk or server behind it responds")], True
     if (error := future.exception()) is None:

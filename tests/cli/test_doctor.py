@@ -155,6 +155,27 @@ def test_the_command_ends_although_a_check_hangs():
     assert "fail  stuck: the check did not end within 0.1 s" in ran.stdout
 
 
+INTERRUPTED = """
+import threading
+from lmcache_async.cli import doctor
+from lmcache_async.cli.app import app
+def wait(*given, **options):
+    raise KeyboardInterrupt
+doctor.wait = wait
+doctor.groups = lambda *given: [("stuck", 600, threading.Event().wait)]
+app(["doctor"])
+"""
+
+
+def test_the_second_ctrl_c_ends_the_command_although_a_check_hangs():
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=120
+    )
+
+    assert ran.returncode == 130
+    assert "stopping when the check stuck ends, within 600 s; Ctrl-C again stops at once" in ran.stderr
+
+
 def test_a_restart_is_checked_for_persistent_tiers_only(tmp_path):
     disk = f"{{name: disk, id: slow, path: {tmp_path}/kv, max_bytes: 1GiB}}"
     found = []
