@@ -30,8 +30,13 @@ INTERVAL_S = 1.0
 MAX_SAMPLES = 301
 """Five minutes of samples; a chart has one value less."""
 
+_SILENT = logging.getLogger(f"{__name__}.aiohttp")
+"""aiohttp logs a traceback of each invalid request. Errors of this package are logged by `StatusServer`."""
+_SILENT.setLevel(logging.CRITICAL + 1)
+
 _LIMITS: dict[str, Any] = {
     "access_log": None,
+    "logger": _SILENT,
     "lingering_time": 0,  # bodies are not read
     "max_field_size": 8192,
     "max_line_size": 2048,

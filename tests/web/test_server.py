@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -65,8 +66,8 @@ async def test_each_path_has_its_content_type_and_no_external_resource() -> None
     assert heard["/healthz"].body == b"ok\n"
 
 
-async def test_unknown_paths_methods_and_long_requests_are_rejected() -> None:
-    """A body is not read, and an answer to HEAD has none."""
+async def test_unknown_paths_methods_and_long_requests_are_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    """A body is not read, and an answer to HEAD has none. Clients cannot fill the log."""
     async with serve() as server:
         for path in (
             "/index.html",
@@ -84,6 +85,7 @@ async def test_unknown_paths_methods_and_long_requests_are_rejected() -> None:
 
     assert (head.status, head.body) == (200, b"")
     assert post.status == 405
+    assert [entry.message for entry in caplog.records if entry.levelno > logging.INFO] == []
 
 
 async def test_requests_for_another_host_name_are_rejected() -> None:
