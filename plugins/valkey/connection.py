@@ -217,7 +217,7 @@ _CURES = {
     "OOM": "; raise its maxmemory, or set maxmemory-policy to allkeys-lru or allkeys-lfu",
     "NOAUTH": "; set username and password_file, or password_variable",
     "WRONGPASS": "; check username and password_file, or password_variable",
-    "NOPERM": "; allow the user GET, SET, EXISTS, UNLINK and SCAN on the keys of key_prefix, and SELECT for a database in the URL",
+    "NOPERM": "; allow the user GET, SET, EXISTS, UNLINK and SCAN on the keys of key_prefix, SELECT for a database in the URL, and CLUSTER SLOTS and ASKING in a cluster",
     "MOVED": "; it is a node of a cluster: set mode to cluster",
     "MISCONF": "; it rejects writes because it cannot save to its disk: see its log",
     "READONLY": "; it is a replica: use the URL of the master, or set mode to sentinel",

@@ -127,3 +127,4 @@ def test_a_refusal_names_place_problem_and_remedy():
 
     assert str(error).startswith("valkey at h:1 answered 'OOM command not allowed'; raise its maxmemory")
     assert len(str(refusal("x", ErrorReply("ERR", "ERR " + "y" * 1000)))) < 300
+    assert "CLUSTER SLOTS and ASKING in a cluster" in str(refusal("x", ErrorReply("NOPERM", "NOPERM no")))
