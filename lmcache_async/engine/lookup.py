@@ -110,7 +110,7 @@ class Lookups:
             async with asyncio.timeout(self.timeout_s):
                 tiers, _ = await self.stack.plan(keys)
         except TimeoutError:
-            return LookupResult(count=0, by_tier={})
+            tiers = ()
         pinned = 0
         if lookup_id is not None:
             self.pins.release(lookup_id)

@@ -11,7 +11,7 @@ from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
 from tests.support import engines
 from tests.support.engines import chunks_of
-from tests.support.tiers import Made
+from tests.support.tiers import Made, ParkingTier
 
 TOKENS = list(range(100, 140))  # 5 chunks
 OTHERS = [token + 1000 for token in TOKENS]
@@ -73,6 +73,20 @@ async def test_a_second_lookup_of_the_same_id_ends_the_former_pin(tokens, found)
         result = await engine.lookup_keys(keys_of(engine, tokens)[:2], lookup_id="a")
 
         assert (result.count, result.pinned, engine.statistics().pinned_chunks) == (found,) * 3
+
+
+async def test_a_second_lookup_of_the_same_id_without_an_answer_ends_the_former_pin():
+    rig, made = Rig(), Made(ParkingTier)
+    settings = {"tiers": ["cpu", "dict"], "retrieve.timeout_s": 0.05}
+    async with rig.open(registry=made.registry, **settings) as engine:
+        await store(rig, engine)
+        await engine.lookup_keys(keys_of(engine), lookup_id="a")
+        made.tier.close_gate("contains")
+
+        result = await engine.lookup_keys(keys_of(engine, OTHERS), lookup_id="a")
+
+        assert (result.count, engine.statistics().pinned_chunks) == (0, 0)
+        made.tier.open_gate()
 
 
 async def test_chunks_in_a_slower_tier_only_are_found_but_not_pinned():
