@@ -44,7 +44,7 @@ class DecryptStage:
         self._stack = stack
         self._arena = arena
         self._workers = workers
-        self._timeout_s = config.retrieve.timeout_s
+        self._timeout_s = config.retrieve.allocate_timeout_s
         self._logger = logger or LimitedLogger(logging.getLogger(__name__))
 
     async def __call__(self, batch: FetchedBatch) -> FetchedBatch:

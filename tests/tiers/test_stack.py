@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from lmcache_async.config import load_config
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.pipeline.batch import NO_ROWS, PlannedBatch, RetrieveRequest
+from lmcache_async.memory.encryption import RecordCipher
+from lmcache_async.pipeline.batch import NO_ROWS, FetchedBatch, RetrieveRequest
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
+from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.fetch import FetchStage
 from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
@@ -193,20 +196,52 @@ async def test_without_memory_for_all_the_leading_chunks_are_served():
     arena.close()
 
 
+class AtOnce(Executor):
+    """Runs each call in `submit`."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def loaded(count, **fields):
+    """Return a batch of a retrieve with a deadline of 10 s, of chunks in the first tier, and the config."""
+    chunks = tuple(Chunk(key_of(n), n, np.zeros(1, np.int32)) for n in range(count))
+    batch = FetchedBatch(
+        request=RetrieveRequest(chunks=chunks),
+        chunks=chunks,
+        rows=(NO_ROWS,) * count,
+        tiers=(0,) * count,
+        **fields,
+    )
+    return batch, load_config(env={}, extra={"retrieve.timeout_s": 10})
+
+
 @in_virtual_time
 async def test_leading_chunks_with_memory_are_fetched_before_the_deadline_of_the_retrieve():
     arena = small_arena(2)
-    config = load_config(env={}, extra={"retrieve.timeout_s": 10})
-    chunks = tuple(Chunk(key_of(n), n, np.zeros(1, np.int32)) for n in range(4))
-    batch = PlannedBatch(
-        request=RetrieveRequest(chunks=chunks), chunks=chunks, rows=(NO_ROWS,) * 4, tiers=(0,) * 4
-    )
+    batch, config = loaded(4)
     async with Opened(arena, holding([0, 1, 2, 3])) as stack:
         async with asyncio.timeout(9):  # the rest is for the copy
             fetched = await FetchStage(stack, arena, config)(batch)
 
         assert len(fetched.chunks) == 2
         check_and_release(fetched, [0, 1])
+    arena.close()
+
+
+@in_virtual_time
+async def test_a_decryption_without_memory_ends_before_the_deadline_of_the_retrieve():
+    arena = small_arena(1)
+    [(_, buffer)] = filled(arena, [0])
+    with buffer, buffer.retain():  # as memory of a tier, which is not written to
+        batch, config = loaded(1, buffers=(buffer,))
+        stage = DecryptStage(stack_of(holding([0])), arena, AtOnce(), config, RecordCipher([bytes(32)]))
+        async with asyncio.timeout(9):
+            decrypted = await stage(batch)
+
+    assert (decrypted.chunks, decrypted.cause) == ((), "no_room")
     arena.close()
 
 
