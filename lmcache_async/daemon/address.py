@@ -28,6 +28,11 @@ def default_socket() -> Path:
     return Path("/tmp") / f"lmcache-async-{os.getuid()}" / NAME
 
 
+def socket_advice() -> str:
+    """Return what to do if the socket, its lock or its directory cannot be created."""
+    return f"name a path where user {os.geteuid()} can create files"
+
+
 def check_directory(socket_path: Path, *, make: bool) -> None:
     """Check that only this user can write to the directory of the default socket.
 
@@ -42,7 +47,9 @@ def check_directory(socket_path: Path, *, make: bool) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"socket: cannot make {directory}: {error.strerror}") from error
+            raise ConfigError(
+                f"socket: cannot make {directory}: {error.strerror}; {socket_advice()}"
+            ) from error
     if socket_path == default_socket() and directory.exists() and not _is_own_directory(directory):
         raise ConfigError(
             f"socket: {directory} must be a directory of user {os.getuid()} that others cannot write to;"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from lmcache_async.daemon.address import check_directory, default_socket, peer_of
+from lmcache_async.daemon.address import check_directory, default_socket, peer_of, socket_advice
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     HELLO_BYTES,
@@ -196,8 +196,10 @@ def shared_memory(nbytes: int, *, huge_pages: bool, prefault: bool) -> Iterator[
                 prefault=prefault,
                 fd=descriptor,
             )
-        except OSError as error:
-            raise ConfigError(f"max_bytes: cannot allocate {nbytes} bytes of shared memory") from error
+        except (OSError, ConfigError) as error:
+            raise ConfigError(
+                f"max_bytes: cannot allocate {nbytes} bytes of shared memory: choose a smaller pool"
+            ) from error
         try:
             yield descriptor, region.view
         finally:
@@ -214,12 +216,14 @@ def _held(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise ConfigError(f"socket: cannot make {lock}: {error.strerror}") from error
+        raise ConfigError(f"socket: cannot make {lock}: {error.strerror}; {socket_advice()}") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"socket: another daemon listens at {path} already") from None
+            raise ConfigError(
+                f"socket: another daemon listens at {path} already; stop it, or name another socket"
+            ) from None
         yield
     finally:
         os.close(descriptor)
@@ -237,7 +241,9 @@ def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
             path.chmod(0o666 if for_all else 0o600)
             listener.listen(_BACKLOG)
         except OSError as error:
-            raise ConfigError(f"socket: cannot listen at {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"socket: cannot listen at {path}: {error.strerror}; {socket_advice()}"
+            ) from error
         yield listener
 
 

@@ -100,7 +100,9 @@ class StatusServer:
             self._listeners = await _listen(self._host, self._port)
         except (OSError, UnicodeError) as error:
             text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ConfigError(f"http.listen: cannot listen at {place}: {text}") from error
+            raise ConfigError(
+                f"http.listen: cannot listen at {place}: {text}; name another address or port"
+            ) from error
         if self._tls is None and not is_loopback(self._host):
             self._logger.report(
                 "clear",

@@ -242,7 +242,9 @@ def test_the_memory_cannot_be_truncated(daemon: ThreadedDaemon) -> None:
 
 def test_a_second_daemon_at_the_same_socket_does_not_start(daemon: ThreadedDaemon) -> None:
     with (
-        pytest.raises(ConfigError, match="another daemon listens"),
+        pytest.raises(
+            ConfigError, match=r"another daemon listens at .* already; stop it, or name another socket"
+        ),
         ThreadedDaemon(daemon.path, max_bytes="1MiB"),
     ):
         pass

@@ -65,7 +65,10 @@ def test_a_used_port_stops_the_start(daemon: ThreadedDaemon) -> None:
     port = str(daemon.daemon.status_url).rstrip("/").rpartition(":")[2]
     with (
         socket_path() as path,
-        pytest.raises(ConfigError, match=f"http.listen: cannot listen at 127.0.0.1:{port}"),
+        pytest.raises(
+            ConfigError,
+            match=f"http.listen: cannot listen at 127.0.0.1:{port}: .*; name another address or port",
+        ),
         ThreadedDaemon(path, http={"listen": f"127.0.0.1:{port}"}),
     ):
         pass

@@ -129,19 +129,19 @@ def wrong_config_and_tier(folder: Path) -> None:
 
 AT_START: list[tuple[Callable[[Path], object], str]] = [
     (long_socket, "socket: /{long} is longer than the 100 bytes that a socket's path may have"),
-    (directory_under_a_file, "socket: cannot make {dir}/key/kv: Not a directory"),
+    (directory_under_a_file, "socket: cannot make {dir}/key/kv: Not a directory; name a path where user {user} can create files"),
     (
         open_directory,
         "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
     ),
-    (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory"),
-    (lambda _: allocate_shared(1 << 62), "shared memory: cannot allocate 4611686018427387904 bytes of host memory"),
-    (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory"),
+    (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory: choose a smaller pool"),
+    (lambda _: allocate_shared(1 << 62), "max_bytes: cannot allocate 4611686018427387904 bytes of shared memory: choose a smaller pool"),
+    (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory; name a path where user {user} can create files"),
     (
         socket_is_a_directory,
         "socket: {dir}/s exists and is not a socket: name another path for the socket, or move that file",
     ),
-    (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted"),
+    (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted; name a path where user {user} can create files"),
     (
         chunks_of_half_a_block,
         "chunk_size is 3; expected a multiple of the 4 tokens of a block, such as 4",
