@@ -16,7 +16,7 @@ from lmcache_async.tiers.writer import TierWriter
 
 SETTINGS = settings(
     max_examples=300,  # it ends at the first failure
-    stateful_step_count=25,
+    stateful_step_count=15,
     deadline=None,
     database=None,
     derandomize=True,
