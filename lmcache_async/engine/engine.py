@@ -20,7 +20,7 @@ from lmcache_async.engine.arguments import Mask, leading_false, row_ids
 from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instruments_of
 from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.costs import LoadCosts
-from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, Pins
+from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, MemoryLookups, Pins
 from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
@@ -91,6 +91,7 @@ class CacheEngine:
             timeout_s=config.retrieve.timeout_s,
             spawn=self._spawn,
         )
+        self.memory = MemoryLookups(parts.stack) if parts.stack.tiers else None
 
     @classmethod
     @contextlib.asynccontextmanager

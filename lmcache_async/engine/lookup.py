@@ -7,12 +7,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.stack import TierStack
-from lmcache_async.types import ChunkKey
+from lmcache_async.types import KEY_BYTES, ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,44 @@ class Pins:
         self._closed = True
         for lookup_id in list(self._held):
             self.release(lookup_id)
+
+
+class MemoryLookups:
+    """Lookups of what the fastest tier has in the arena at the moment. For any thread; no call suspends.
+
+    Nothing is leased, so a chunk may be evicted before it is used. In the results `pinned` is the number of chunks in
+    the arena.
+    """
+
+    def __init__(self, stack: TierStack) -> None:
+        self._id = stack.tiers[0].id
+        self._tier = stack.tiers[0].tier
+        self._alone = len(stack.tiers) == 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether what is not found is not stored: there is no other tier, and this one knows what it has."""
+        return self._alone and self._tier.in_memory(ChunkKey(bytes(KEY_BYTES))) is not None
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
+        del lookup_id
+        count = self._count(keys)
+        if not count:
+            return LookupResult(count=0, by_tier={})
+        return LookupResult(count, {self._id: count}, pinned=count, costs=((count, 0.0),))
+
+    async def first_present(
+        self, runs: Sequence[Sequence[ChunkKey]], *, lookup_id: str | None = None
+    ) -> FirstPresent | None:
+        del lookup_id
+        for position, run in enumerate(runs):
+            if self._count(run) == len(run):
+                return FirstPresent(position, len(run))
+        return None
+
+    def _count(self, keys: Sequence[ChunkKey]) -> int:
+        """Number of leading keys that are in the arena."""
+        return sum(1 for _ in takewhile(self._tier.in_memory, keys))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -331,6 +331,15 @@ class Tier(ABC, Generic[ConfigT]):
             removed += check_flag("remove", await self.remove(key))
         return removed
 
+    def in_memory(self, key: ChunkKey) -> bool | None:
+        """Return whether a tier with the capability `in_arena` has the chunk now. The default is None: unknown.
+
+        Unlike `contains` it is called from any thread, so it must neither wait nor change anything. The result may be
+        outdated when the caller uses it.
+        """
+        del key
+        return None
+
     def statistics(self) -> TierStatistics:
         return TierStatistics()
 

@@ -345,6 +345,10 @@ class TierHandle:
             if isinstance(keys, AsyncGenerator):
                 await self._guarded("keys", keys.aclose)
 
+    def in_memory(self, key: ChunkKey) -> bool | None:
+        """Return `Tier.in_memory` of a tier in the arena, without its layers; None for other tiers. For any thread."""
+        return self._tier.in_memory(key) if self.capabilities.in_arena else None
+
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tier; the last valid ones if it does not return any now."""
         found = self._value("statistics", lambda: self._tier.statistics(), TierStatistics)

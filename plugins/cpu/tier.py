@@ -59,6 +59,9 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         self._usable()
         return key in self._chunks
 
+    def in_memory(self, key: ChunkKey) -> bool:
+        return key in self._chunks
+
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._usable()
         self._policy.touch(keys, gapless=False)

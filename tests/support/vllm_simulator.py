@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import random
 import time
 import zlib
@@ -338,6 +339,7 @@ class SimulatedVLLM:
             log_stats=True,
         )
         self.connector: Any = self.scheduler.connector
+        self._shake_hands()
         self._aggregator = KVOutputAggregator(setup.ranks)
         self._block_hasher = get_request_block_hasher(hash_block_size, sha256)
         self._values: dict[str, list[int]] = {}
@@ -350,6 +352,19 @@ class SimulatedVLLM:
         self.computed_tokens = 0
         self.connector_stats: list[dict[str, Any]] = []
         self.preemptions = 0
+
+    def _shake_hands(self) -> None:
+        """Pass on what the workers tell the scheduler. Only a single worker runs in the scheduler's process."""
+        told = {
+            (0, rank.rank): metadata
+            for rank in self.ranks
+            if rank.connector is not None
+            and (metadata := rank.connector.get_handshake_metadata()) is not None
+        }
+        if told and self.connector is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware(
+                told if len(self.ranks) == 1 else pickle.loads(pickle.dumps(told))
+            )
 
     def add(
         self,

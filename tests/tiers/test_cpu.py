@@ -34,6 +34,17 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert arena.statistics().leased_slabs == 1
             got.release()
 
+    async def test_other_threads_learn_what_is_in_memory(self, opened, arena):
+        with record(arena, 1) as buffer:
+            await opened.put(key_of(1), buffer)
+
+        assert [await asyncio.to_thread(opened.in_memory, key_of(number)) for number in (1, 2)] == [
+            True,
+            False,
+        ]
+        await opened.remove(key_of(1))
+        assert not opened.in_memory(key_of(1))
+
     async def test_a_buffer_of_another_arena_is_copied(self, opened, arena, allocate):
         elsewhere = small_arena(1)
         with record(elsewhere, 1) as buffer:

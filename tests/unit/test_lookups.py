@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,29 @@ async def test_a_lookup_returns_the_number_of_pinned_chunks():
         assert engine.statistics().pinned_chunks == 5
         engine.unpin("a")
         assert engine.statistics().pinned_chunks == 0
+
+
+async def test_a_lookup_in_memory_finds_the_same_and_pins_nothing():
+    rig = Rig(slabs=32)
+    async with rig.open() as engine:
+        await store(rig, engine)
+        keys, others = keys_of(engine), keys_of(engine, OTHERS)
+        memory = engine.memory
+
+        assert await memory.lookup_keys(keys) == replace(await engine.lookup_keys(keys), pinned=5)
+        assert (await memory.lookup_keys([*keys[:2], *others])).count == 2
+        assert await memory.lookup_keys(others) == await engine.lookup_keys(others)
+        assert await memory.first_present([others, [*keys[:1], *others], keys[:2]]) == FirstPresent(2, 2)
+        assert await memory.first_present([others]) is None
+        assert engine.statistics().pinned_chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "complete"), [(["cpu"], True), (["cpu", "dict"], False), (["dict"], False)]
+)
+async def test_a_lookup_in_memory_is_complete_if_there_is_no_other_tier(tiers, complete):
+    async with Rig().open(tiers=tiers, registry=Made().registry) as engine:
+        assert engine.memory.complete == complete
 
 
 async def test_no_more_is_pinned_than_there_is_room_for():

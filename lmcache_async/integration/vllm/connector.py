@@ -102,7 +102,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                     " LMCacheAsyncConnector with the TCP addresses of the workers. If all workers are on this host, set"
                     " vllm.lookup_transport to unix; otherwise remove the other connector (such as NixlConnector)",
                 )
-            self._guard(lambda: side.connect(ranks), None)
+            local = [each.local for each in metadata.values() if isinstance(each, LookupAddress)]
+            self._guard(lambda: side.connect(ranks, local[0] if len(local) == 1 else None), None)
 
     def on_new_request(self, request: Any) -> None:
         if (side := self.scheduler) is not None:
@@ -184,7 +185,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def get_handshake_metadata(self) -> LookupAddress | None:
         engines = self.worker.engines if self.worker is not None else ()
         addresses = tuple(each.tcp_address for each in engines if each.tcp_address is not None)
-        return LookupAddress(addresses) if addresses else None
+        local = engines[0].server if len(engines) == 1 else None
+        return LookupAddress(addresses, local) if addresses or local else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_async.integration.vllm.events import Notice
 from lmcache_async.integration.vllm.groups import KVGroup, leading_group
 from lmcache_async.integration.vllm.keys import RequestKeys
-from lmcache_async.integration.vllm.lookup_server import TCPAddress
+from lmcache_async.integration.vllm.lookup_server import LookupServer, TCPAddress
 from lmcache_async.integration.vllm.request import LoadSpan
 from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
 
@@ -207,11 +208,19 @@ def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: b
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler connector, once: where its lookup servers are reached over TCP."""
+    """From each worker to the scheduler connector, once: where its lookup servers are reached over TCP.
+
+    Attributes:
+        local: The lookup server of the only rank, if the worker runs in the scheduler's process. It is not pickled.
+    """
 
     addresses: tuple[TCPAddress, ...]
+    local: LookupServer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"addresses": self.addresses}
 
 
 @dataclass(frozen=True, slots=True)

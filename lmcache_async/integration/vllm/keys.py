@@ -200,7 +200,7 @@ class RequestKeys:
         keys = self.keys_at(num_tokens, chunk_size)
         return (_digest(self._roots), _digest(keys)) if keys else None
 
-    # The methods below run on the lookup client's thread only.
+    # The methods below run on the lookup client's thread, or in `LookupClient.peek` before that thread has the keys.
 
     @property
     def identity(self) -> Identity:

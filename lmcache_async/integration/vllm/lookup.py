@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import uvloop
@@ -27,6 +27,7 @@ from lmcache_async.integration.vllm.load_policy import Costs, slowest, unpack_co
 from lmcache_async.integration.vllm.lookup_server import (
     Address,
     Identity,
+    LookupServer,
     Message,
     TCPAddress,
     check_peer,
@@ -38,6 +39,8 @@ from lmcache_async.integration.vllm.lookup_server import (
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.threads import yield_gil
 from lmcache_async.types import KEY_BYTES, Chunk
+
+T = TypeVar("T")
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -191,9 +194,9 @@ class LookupClient:
         self.ranks = [
             RankConnection(rank, address, self._ranks_changed) for rank, address in enumerate(addresses)
         ]
-        self._waiter = PromiseWaiter(
-            Query(self.ranks, groups, partial_chunks=partial_chunks), timeout_s=lookup_timeout_s, clock=clock
-        )
+        self._query = Query(self.ranks, groups, partial_chunks=partial_chunks)
+        self._waiter = PromiseWaiter(self._query, timeout_s=lookup_timeout_s, clock=clock)
+        self._local: LookupServer | None = None
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
         self._answers: deque[Answered] = deque()
@@ -223,6 +226,10 @@ class LookupClient:
         for rank, address in addresses.items():
             self._post(partial(self.ranks[rank].set_address, address))
 
+    def set_local(self, server: LookupServer) -> None:
+        """Let `peek` use the lookup server of the only rank, which runs in this process."""
+        self._local = server
+
     def now(self) -> float:
         return self._clock()
 
@@ -247,9 +254,7 @@ class LookupClient:
 
         Every lookup is released once with `release`.
         """
-        self._next_lookup += 1
-        name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
-        lookup = Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
+        lookup = self._new_lookup(keys, num_tokens, promise, wait_s)
         if not self.ready:
             self._miss(keys, lookup)
             self.hash(keys, num_tokens)
@@ -257,6 +262,37 @@ class LookupClient:
         keys.requested = max(keys.requested, num_tokens)
         self._post(lambda: self._look_up(keys, lookup))
         return lookup
+
+    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, Answered] | None:
+        """Look a new request up in memory of this process, on the calling thread. `keys` must not have been used.
+
+        The answer is that of `ask`, but nothing is pinned, so it holds for the current step only. None if the worker runs
+        in another process, if other tiers may have more, or if more than one query were needed; then use `ask`.
+        """
+        identity = self.ranks[0].identity
+        if self._local is None or identity is None or not self.ready:
+            return None
+        if keys.adapter is not None:  # its files may have to be read
+            return None
+        keys.requested = num_tokens
+        try:
+            self._open(keys, [identity])
+            keys.extend(num_tokens, lambda: None)
+        except (ValueError, OverflowError) as error:
+            self._failed(keys, error)
+            return None
+        lookup = self._new_lookup(keys, num_tokens)
+        answer = self._query.peek(self._local, keys, lookup)
+        if answer is None:
+            return None
+        return lookup, Answered(keys.request_id, lookup.lookup_id, answer, lookup.asked_at, lookup.asked_at)
+
+    def _new_lookup(
+        self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
+    ) -> Lookup:
+        self._next_lookup += 1
+        name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
+        return Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
 
     def take_answers(self) -> list[Answered]:
         """Answers that arrived since the last call."""
@@ -284,6 +320,7 @@ class LookupClient:
 
     def close(self, timeout_s: float) -> None:
         """Stop the thread. It is a daemon thread, so one that hangs does not prevent the process from exiting."""
+        self._local = None  # and with it the engine and its memory
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
@@ -390,8 +427,11 @@ class LookupClient:
             keys.extend(num_tokens, yield_gil)
             self._hashed_tokens += keys.num_hashed - former
         except (ValueError, OverflowError, OSError) as error:
-            keys.failed = True
-            logger.report("hash", "tokens of request %s cannot be hashed: %s", keys.request_id, error)
+            self._failed(keys, error)
+
+    def _failed(self, keys: RequestKeys, error: Exception) -> None:
+        keys.failed = True
+        logger.report("hash", "tokens of request %s cannot be hashed: %s", keys.request_id, error)
 
     def _open(self, keys: RequestKeys, identities: Sequence[Identity]) -> None:
         adapter = keys.adapter
@@ -734,13 +774,28 @@ class Query:
             ValueError: The answer of a rank is invalid, or the keys exceed a message.
         """
         if self._has_chunks:
-            answer = await self._prefix(keys, lookup, ends)
+            answer = await self._prefix(keys, lookup, ends, self.ranks)
         else:
             full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
             answer = Answer(chunks=full, partial_tokens=rest, resident=True)
         if not self._bounded or answer.boundary is not None:
             return answer
         return await self._with_boundary(keys, lookup, answer)
+
+    def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
+        """The answer from what the only rank, in this process, has in memory; None if it cannot be had from one message."""
+        memory = server.memory
+        if memory is None or not self._has_chunks:
+            return None
+        local = _LocalRank(lambda message: server.answer(message, memory))
+        answer = _run_at_once(self._prefix(keys, lookup, keys.end_candidates(), [local]))
+        answer = replace(answer, pinned=False)
+        size, unit = keys.identity.chunk_size, keys.identity.block_size
+        hit = answer.hit_tokens(size)
+        if self._bounded and hit and answer.boundary is None:
+            return None
+        whole = hit > lookup.num_tokens - bool(self._bounded) - unit
+        return answer if whole or memory.complete else None
 
     async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
         """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned."""
@@ -802,7 +857,13 @@ class Query:
                     packed[rank][index] += made
         return packed
 
-    async def _prefix(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
+    async def _prefix(
+        self,
+        keys: RequestKeys,
+        lookup: Lookup,
+        ends: Sequence[Sequence[Chunk]],
+        ranks: Sequence[RankConnection | _LocalRank],
+    ) -> Answer:
         """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
 
         A chunk has one record in each group of full attention. The boundaries at the end of the request and, with one
@@ -821,12 +882,12 @@ class Query:
                 "keys": packed[rank],
                 "tail": b"" if self._further else _pack(ends[rank]),
             }
-            for rank in range(len(self.ranks))
+            for rank in range(len(ranks))
         ]
         boundary_keys = self._boundary_keys(keys, boundaries) if boundaries else []
         for message, runs in zip(messages, boundary_keys, strict=False):
             message |= {"boundary_keys": b"".join(runs), "boundary_counts": pack_counts(_lengths(runs))}
-        replies = await _ask_all(self.ranks, messages)
+        replies = await _ask_all(ranks, messages)
         if replies is None:
             return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
         counts = [_number(reply, "count", 0, chunks * records) for reply in replies]
@@ -836,7 +897,7 @@ class Query:
         failed = False
         if hit < chunks or self._further:
             candidates = ends if hit == chunks else keys.hole_candidates(hit)
-            asked = await self._first_partial(keys, lookup, candidates)
+            asked = await self._first_partial(keys, lookup, candidates, ranks)
             end_replies, failed = asked or [], asked is None
         ends_found = [
             _First.of(reply, [records] * len(each))
@@ -869,7 +930,11 @@ class Query:
         return _at_boundary(answer, boundary, boundaries_found)
 
     async def _first_partial(
-        self, keys: RequestKeys, lookup: Lookup, candidates: Sequence[Sequence[Chunk]]
+        self,
+        keys: RequestKeys,
+        lookup: Lookup,
+        candidates: Sequence[Sequence[Chunk]],
+        ranks: Sequence[RankConnection | _LocalRank],
     ) -> list[Message] | None:
         """Query which partial chunk each rank has; an empty list if there are no candidates."""
         if not candidates[0]:
@@ -879,7 +944,7 @@ class Query:
         for packed in self._records(keys, [_pack(chunks) for chunks in candidates]):
             runs = [packed[at : at + size] for at in range(0, len(packed), size)]
             messages.append(_first_message(lookup.lookup_id, runs))
-        return await _ask_all(self.ranks, messages)
+        return await _ask_all(ranks, messages)
 
     def _records(self, keys: RequestKeys, leading: Sequence[bytes]) -> Sequence[bytes]:
         """Per rank, the keys of all records of chunks: chunk by chunk, one for each group of full attention."""
@@ -890,6 +955,23 @@ class Query:
             np.stack([np.frombuffer(each, f"V{KEY_BYTES}") for each in own], axis=1).tobytes()
             for own in zip(*groups, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalRank:
+    """Stands for the connection to a rank in this process. A call does not suspend."""
+
+    call: Callable[[Message], Coroutine[Any, Any, Message | None]]
+
+
+def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast("T", end.value)
+    work.close()
+    raise RuntimeError("a lookup in memory was suspended")
 
 
 def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
@@ -949,11 +1031,12 @@ def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> lis
     return [chunks[first] for chunks, first in zip(candidates, firsts, strict=True)]
 
 
-async def _ask_all(ranks: Sequence[RankConnection], messages: Sequence[Message]) -> list[Message] | None:
+async def _ask_all(
+    ranks: Sequence[RankConnection | _LocalRank], messages: Sequence[Message]
+) -> list[Message] | None:
     """The answer of every rank; None if one is missing."""
-    replies = await asyncio.gather(
-        *(rank.call(message) for rank, message in zip(ranks, messages, strict=True))
-    )
+    calls = [rank.call(message) for rank, message in zip(ranks, messages, strict=True)]
+    replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
     answered = [reply for reply in replies if reply is not None]
     return answered if len(answered) == len(replies) else None
 

@@ -35,6 +35,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from lmcache_async.config.values import MAX_SOCKET_PATH_BYTES, Endpoint
 from lmcache_async.daemon.address import peer_of
+from lmcache_async.engine.lookup import MemoryLookups
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ALGORITHMS
 from lmcache_async.integration.vllm.load_policy import pack_costs
@@ -298,6 +299,8 @@ class Lookups(Protocol):
         self, runs: Sequence[Sequence[ChunkKey]], *, lookup_id: str | None = None
     ) -> Any: ...
 
+
+class Engine(Lookups, Protocol):
     def unpin(self, lookup_id: str) -> None: ...
 
 
@@ -305,18 +308,21 @@ class LookupServer:
     """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
 
     `address` is the path of the socket, or the host to listen at over TCP. `clear` is called with the new epoch and
-    whether only memory is cleared. `tcp_address` is known once the server is started.
+    whether only memory is cleared. `memory` looks up what is in host memory, on any thread. `tcp_address` is known once
+    the server is started.
     """
 
     def __init__(
         self,
-        engine: Lookups,
+        engine: Engine,
         identity: Identity,
         address: Path | str,
         *,
         clear: Callable[[int, bool], Awaitable[int]],
+        memory: MemoryLookups | None = None,
     ) -> None:
         self._engine = engine
+        self.memory = memory
         self._identity = identity
         self._address = address
         self._secret = b"" if isinstance(address, Path) else secrets.token_bytes(_SECRET_BYTES)
@@ -438,14 +444,19 @@ class LookupServer:
             writer.write(encode({"id": message_id if isinstance(message_id, int) else None, **answer}))
             await writer.drain()  # a peer that does not read is not served further
 
-    async def _answer(self, message: Message) -> Message | None:
+    async def answer(self, message: Message, lookups: Lookups) -> Message:
+        """Answer a `lookup` or `first`. With `memory` as `lookups` it does not suspend, and any thread may call it."""
         match message:
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
                 runs, counts = message.get("boundary_keys", b""), message.get("boundary_counts", b"")
                 boundaries = _runs(unpack_keys(runs), unpack_counts(counts))
-                return await self._lookup(lookup_id, unpack_keys(keys), unpack_keys(tail), boundaries)
+                return await _prefix(lookups, lookup_id, unpack_keys(keys), unpack_keys(tail), boundaries)
             case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys), "counts": bytes(counts)}:
-                return await self._first(lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
+                return await _first(lookups, lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
+        raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
+
+    async def _answer(self, message: Message) -> Message | None:
+        match message:
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
                 self._unpin(lookup_id)
                 return None
@@ -453,34 +464,7 @@ class LookupServer:
                 return {"removed": await self._clear(epoch, memory_only)}
             case {"op": "hello"}:
                 return asdict(self._identity)
-        raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
-
-    async def _lookup(
-        self,
-        lookup_id: str,
-        keys: list[ChunkKey],
-        tail: list[ChunkKey],
-        boundaries: Sequence[Sequence[ChunkKey]],
-    ) -> Message:
-        result = await self._engine.lookup_keys(keys, lookup_id=lookup_id)
-        whole = result.count == len(keys)
-        answer = {
-            "count": result.count,
-            "pinned": result.pinned,
-            "tiers": dict(result.by_tier),
-            "costs": pack_costs(result.costs),
-            **await self._first(lookup_id, [[key] for key in tail] if whole else []),
-        }
-        if boundaries:
-            found = await self._first(lookup_id, boundaries if whole else [])
-            answer |= {"boundary": found["first"], "boundary_pinned": found["first_pinned"]}
-        return answer
-
-    async def _first(self, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
-        found = await self._engine.first_present(runs, lookup_id=lookup_id) if runs else None
-        if found is None:
-            return {"first": -1, "first_pinned": 0}
-        return {"first": found.position, "first_pinned": found.pinned}
+        return await self.answer(message, self._engine)
 
     def _claim(self, message: Message) -> str | None:
         """The lookup id that this message may pin for. Its `unpin` may be served before the message."""
@@ -507,6 +491,35 @@ class LookupServer:
             self._released.add(lookup_id)
         else:
             self._engine.unpin(lookup_id)
+
+
+async def _prefix(
+    lookups: Lookups,
+    lookup_id: str,
+    keys: list[ChunkKey],
+    tail: list[ChunkKey],
+    boundaries: Sequence[Sequence[ChunkKey]],
+) -> Message:
+    result = await lookups.lookup_keys(keys, lookup_id=lookup_id)
+    whole = result.count == len(keys)
+    answer = {
+        "count": result.count,
+        "pinned": result.pinned,
+        "tiers": dict(result.by_tier),
+        "costs": pack_costs(result.costs),
+        **await _first(lookups, lookup_id, [[key] for key in tail] if whole else []),
+    }
+    if boundaries:
+        found = await _first(lookups, lookup_id, boundaries if whole else [])
+        answer |= {"boundary": found["first"], "boundary_pinned": found["first_pinned"]}
+    return answer
+
+
+async def _first(lookups: Lookups, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
+    found = await lookups.first_present(runs, lookup_id=lookup_id) if runs else None
+    if found is None:
+        return {"first": -1, "first_pinned": 0}
+    return {"first": found.position, "first_pinned": found.pinned}
 
 
 class _Load:

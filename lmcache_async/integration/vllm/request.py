@@ -333,6 +333,15 @@ class RequestTracker:
         return self._may_load and not self._request.skip_reading_prefix_cache
 
     @property
+    def has_promise(self) -> bool:
+        """Whether a producer has promised tokens for this request."""
+        return self._promise is not None
+
+    @property
+    def was_admitted(self) -> bool:
+        return self._admitted
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         return self._request.num_tokens

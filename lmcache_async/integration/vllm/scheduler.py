@@ -37,7 +37,7 @@ from lmcache_async.integration.vllm.jobs import (
 from lmcache_async.integration.vllm.keys import Adapter, MediaIdentity, Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import LookupClient, PromiseCounts
-from lmcache_async.integration.vllm.lookup_server import Address, socket_path
+from lmcache_async.integration.vllm.lookup_server import Address, LookupServer, socket_path
 from lmcache_async.integration.vllm.metrics import SchedulerMetrics
 from lmcache_async.integration.vllm.others import OtherLoads
 from lmcache_async.integration.vllm.request import (
@@ -60,6 +60,9 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 MAX_REPEATS = 8
 """Lookups repeated in one step because of their age. The requests of a long queue all age at the same time."""
+
+MAX_PEEKED_TOKENS = 16_384
+"""Tokens of new requests that are hashed and looked up on the scheduler's thread in one step, which takes a millisecond."""
 
 MAX_PLANS = 256
 """Load decisions of one step that are sent to the status page."""
@@ -457,6 +460,8 @@ class SchedulerConnector:
         )
         self._next_job = 0
         self._repeats_left = MAX_REPEATS
+        self._peek_tokens_left = MAX_PEEKED_TOKENS
+        self._peeked: list[RequestTracker] = []  # since the last step; nothing is pinned for these
         # Until a store reports otherwise. The first consumers then wait in vain at worst.
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
@@ -516,15 +521,21 @@ class SchedulerConnector:
         self._pins.bind(manager.block_pool)
         self._manager = manager
 
-    def connect(self, addresses: Mapping[int, Address]) -> None:
-        """set_xfer_handshake_metadata: the lookup servers of the ranks, if they are reached over TCP."""
+    def connect(self, addresses: Mapping[int, Address], local: LookupServer | None = None) -> None:
+        """set_xfer_handshake_metadata: the lookup servers of the ranks, if they are reached over TCP.
+
+        `local` is that of the only rank, if it is in this process.
+        """
         self._client.set_addresses(addresses)
+        if local is not None:
+            self._client.set_local(local)
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request before it is queued."""
         tracker = self._tracker(request)
         if tracker.looks_up:
-            self._ask(tracker)
+            if not self._peek(tracker):
+                self._ask(tracker)
         elif tracker.stores:
             self._client.hash(tracker.keys, tracker.num_tokens)
 
@@ -587,6 +598,7 @@ class SchedulerConnector:
         """build_connector_meta: the end of every scheduling step."""
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
+        self._ask_for_peeked()
         # The model waits for layer-wise loads, so such a step measures no prefill.
         layerwise = any(load.job.layerwise for load in self._loads.values())
         prompt_tokens = 0 if layerwise else _prompt_tokens(output)
@@ -764,6 +776,28 @@ class SchedulerConnector:
     def _ask(self, tracker: RequestTracker) -> None:
         promise, wait_s = tracker.promise_to_wait_for(self._client.now())
         tracker.lookup_sent(self._client.ask(tracker.keys, tracker.num_tokens, promise, wait_s))
+
+    def _peek(self, tracker: RequestTracker) -> bool:
+        """Look up a new request in memory, so that the next step can use the answer. False if there is none."""
+        if tracker.num_tokens > self._peek_tokens_left or tracker.has_promise:
+            return False
+        self._peek_tokens_left -= tracker.num_tokens
+        found = self._client.peek(tracker.keys, tracker.num_tokens)
+        if found is None:
+            return False
+        lookup, answered = found
+        tracker.lookup_sent(lookup)
+        tracker.lookup_answered(answered)
+        self._peeked.append(tracker)
+        return True
+
+    def _ask_for_peeked(self) -> None:
+        """Look up what was peeked and not admitted in this step: until the next one it may be evicted."""
+        self._peek_tokens_left = MAX_PEEKED_TOKENS
+        peeked, self._peeked = self._peeked, []
+        for tracker in peeked:
+            if not tracker.was_admitted and self._trackers.get(tracker.request_id) is tracker:
+                self._ask(tracker)
 
     def _deliver_answers(self) -> None:
         for answered in self._client.take_answers():

@@ -524,6 +524,7 @@ class RankEngine:
         namespace: Namespace of the rank, without its layout, once the KV cache is registered.
         address: Path of the lookup server's socket, or the host where it listens over TCP.
         engine: The engine, once it is open.
+        server: The lookup server, once the engine is open.
         loads_early: Loads may start before the forward of their step, once the engine is open.
 
     Args:
@@ -551,7 +552,7 @@ class RankEngine:
         self.rank = rank
         self._groups = tuple(groups)
         self.address = address
-        self._server: LookupServer | None = None
+        self.server: LookupServer | None = None
         self._open_engine = open_engine
         self._loop: LoopThread | None = None
         self._serving: concurrent.futures.Future[None] | None = None
@@ -674,13 +675,15 @@ class RankEngine:
             layout=groups[0].layout,
             notices=self._notices,
         )
-        self._server = LookupServer(engine, self._identity(groups), self.address, clear=transfers.clear)
-        return self._server
+        self.server = LookupServer(
+            engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory
+        )
+        return self.server
 
     @property
     def tcp_address(self) -> TCPAddress | None:
         """Where the lookup server is reached over TCP; None if it is a unix socket, or not open."""
-        return self._server.tcp_address if self._server is not None else None
+        return self.server.tcp_address if self.server is not None else None
 
     def take_report(self, step: int) -> WorkerReport:
         """Report of this step: all events since the last call."""

@@ -25,20 +25,24 @@ from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
 from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
-from lmcache_async.integration.vllm.scheduler import SchedulerConnector
+from lmcache_async.integration.vllm.scheduler import MAX_PEEKED_TOKENS, SchedulerConnector
 
 CHUNK, BLOCK, RANKS = 8, 2, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 
 
 class Client:
-    """The lookup client without its thread. It hashes at once unless `hashes` is False, and answers in `answer`."""
+    """The lookup client without its thread. It hashes at once unless `hashes` is False, and answers in `answer`.
+
+    `in_memory` is the answer of a lookup in memory.
+    """
 
     def __init__(self) -> None:
         self.time = 0.0
         self.epoch = 0
         self.ready = self.connected = True
         self.hashes = True
+        self.in_memory: Answer | None = None
         self.promises = PromiseCounts()
         self.asked: list[Lookup] = []
         self.released: list[Lookup] = []
@@ -59,6 +63,12 @@ class Client:
             self.answer(lookup, MISS)
         self.hash(keys, num_tokens)
         return lookup
+
+    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, Answered] | None:
+        if self.in_memory is None:
+            return None
+        lookup = Lookup(f"peeked {keys.request_id}", num_tokens, self.epoch, self.time)
+        return lookup, Answered(keys.request_id, lookup.lookup_id, self.in_memory, self.time, self.time)
 
     def answer(self, lookup: Lookup, answer: Answer, **options: Any) -> None:
         given = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at, **options}
@@ -234,6 +244,41 @@ def test_a_request_is_looked_up_once_and_vllm_asks_again_until_the_answer():
 
     assert [bench.scheduler.match(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
+
+
+def test_a_hit_in_memory_of_this_process_is_loaded_in_the_first_step():
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    request = bench.request(20)
+
+    assert bench.scheduler.match(request, 0) == (16, True)
+    bench.allocate(request, 16, 20)
+    assert [job.request_id for job in bench.idle().loads] == [request.request_id]
+    assert bench.client.asked == []
+
+
+def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    request, ended = bench.request(20), bench.request(20)
+    bench.finish(ended)
+    bench.idle()
+
+    assert [lookup.num_tokens for lookup in bench.client.asked] == [20]  # now with pins
+    assert bench.scheduler.match(request, 0) == (None, False)
+    bench.answer(request, hit(1))
+    assert bench.scheduler.match(request, 0) == (8, True)
+
+
+def test_few_tokens_of_a_step_are_hashed_by_the_scheduler_s_thread():
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    for step in (1, 2):
+        requests = [bench.request(num_tokens) for num_tokens in (MAX_PEEKED_TOKENS - 10, 11, 10)]
+        assert [lookup.num_tokens for lookup in bench.client.asked] == [11] * step
+        for request in requests:
+            bench.finish(request)
+        bench.idle()
 
 
 def test_an_answer_that_is_late_is_a_miss_and_counted_once():

@@ -414,6 +414,37 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
     assert_nothing_is_held(sim)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("model", MODEL_NAMES)
+def test_a_worker_in_the_scheduler_s_process_saves_the_step_of_the_lookup(
+    simulators: Simulators, model: str, num_ranks: int
+):
+    sim = simulators(groups=MODELS[model], ranks=num_ranks)
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    sim.step()
+
+    found = scheduler_of(sim).metrics.counter("loads_total").value
+    assert found == (num_ranks == 1 and any(group.is_full for group in MODELS[model]))
+
+
+@pytest.mark.parametrize("model", MODEL_NAMES)
+def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(simulators: Simulators, model: str):
+    sim = simulators(groups=MODELS[model])
+    tokens = prompt(300)
+    sim.add("cold", tokens)
+    simulators.settle(sim)
+    sim.add("warm", tokens)
+    (rank,) = sim.ranks[0].connector.worker.engines
+    rank._loop.submit(rank.engine.clear()).result(60)
+    sim.run()
+
+    assert sim.outputs["warm"] == expected(tokens, 4)
+    assert_nothing_is_held(sim)
+
+
 @pytest.mark.parametrize("local", [100, 200, 250])
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):

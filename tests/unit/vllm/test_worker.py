@@ -39,6 +39,7 @@ class Engine:
         self.copier = self
         self.fences = 0
         self.metrics = EngineMetrics()
+        self.memory = None
         self.retrieved: list[Any] = []
         self.stored: list[Any] = []
         self.cleared: list[bool] = []
