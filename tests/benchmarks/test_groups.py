@@ -23,26 +23,26 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_engine, "COMMAND", (sys.executable, str(FAKE)))
 
 
-def measured(models: str = "gemma-3") -> list[Row]:
+def measured(models: str = "gemma-3", executors: str = "mp") -> list[Row]:
     frame = Frame(rounds=2, quick=True, chosen=random.Random(0))
 
     async def rows() -> list[Row]:
-        settings = dataclasses.replace(groups.QUICK, models=models)
+        settings = dataclasses.replace(groups.QUICK, models=models, executors=executors)
         return [row async for row in groups.run(settings, frame)]
 
     return asyncio.run(rows())
 
 
-def test_hits_of_each_model_are_beside_the_peer_and_vllms_own_hit() -> None:
-    rows = measured("gemma-3,qwen3-next")
+def test_hits_of_each_model_and_executor_are_beside_the_peer_and_vllms_own_hit() -> None:
+    rows = measured("gemma-3,qwen3-next", "mp,uni")
 
     assert [(row.name, row.limit_name, round(row.ratio, 6)) for row in rows] == [
-        ("known prompt, gemma-3", "OffloadingConnector", 1),
-        ("known prompt, gemma-3", "own hit", 2),
-        ("known prompt, qwen3-next", "OffloadingConnector", 1),
-        ("known prompt, qwen3-next", "own hit", 2),
+        (f"known prompt, {model}, {executor}", limit, ratio)
+        for model in ("gemma-3", "qwen3-next")
+        for executor in ("mp", "uni")
+        for limit, ratio in (("OffloadingConnector", 1), ("own hit", 2))
     ]
-    assert [len(row.ratios) for row in rows] == [2] * 4
+    assert [len(row.ratios) for row in rows] == [2] * 8
 
 
 @pytest.mark.parametrize("connector", ["LMCacheAsyncConnector", "OffloadingConnector"])

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ IDLE_S = 1.2
 HITS = 5
 """Hits of an engine in a round, of which the median counts. The first dozens of hits of a process are slower."""
 MIB = 1 << 20
+EXECUTORS = {"mp": "mp", "uni": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+"""The name of an executor, and what vLLM is given. On a CPU it uses `mp` if it is given `uni`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,17 @@ class Settings:
 
     tokens: int = option(4098, "tokens of the prompt")
     models: str = option(",".join(MODELS), "the models", parse=str)
+    executors: str = option(
+        "mp,uni",
+        "mp: vLLM's worker in a process of its own; uni: in the scheduler's process, as with one GPU",
+        parse=str,
+    )
     arena_mib: int = option(2048, "MiB of host memory for the cache")
     idle_s: float = field(default=IDLE_S)
     warm_up: int = field(default=10)
 
 
-QUICK = Settings(tokens=514, arena_mib=256, idle_s=0.0, warm_up=0)
+QUICK = Settings(tokens=514, executors="uni", arena_mib=256, idle_s=0.0, warm_up=0)
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
@@ -90,9 +98,10 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
         ConfigError: There is no such model.
         ServeError: A vLLM did not start, missed a hit or answered wrongly.
     """
-    for name in choose("model", settings.models, tuple(MODELS)):
+    executors = choose("executor", settings.executors, tuple(EXECUTORS))
+    for name, executor in product(choose("model", settings.models, tuple(MODELS)), executors):
         with ExitStack() as stack:
-            contest = Contest(name, settings, frame, stack)
+            contest = Contest(name, executor, settings, frame, stack)
             for row in await frame.compare([contest.case()]):
                 yield row
 
@@ -104,8 +113,9 @@ class Contest:
         stack: Ends the engines.
     """
 
-    def __init__(self, name: str, settings: Settings, frame: Frame, stack: ExitStack) -> None:
+    def __init__(self, name: str, executor: str, settings: Settings, frame: Frame, stack: ExitStack) -> None:
         self._name = name
+        self._executor = executor
         self._settings = settings
         self._model = MODELS[name]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lma")))
@@ -127,9 +137,13 @@ class Contest:
 
     def case(self) -> Case:
         probes = {who: partial(self._hit_ms, who) for who in self._engines}
-        parameters: dict[str, Parameter] = {"tokens": self._settings.tokens, "model": self._name}
+        parameters: dict[str, Parameter] = {
+            "tokens": self._settings.tokens,
+            "model": self._name,
+            "executor": self._executor,
+        }
         limits = {PEER: probes[PEER], "own hit": probes[PLAIN]}
-        return Case(f"known prompt, {self._name}", "ms", probes[OURS], limits, parameters)
+        return Case(f"known prompt, {self._name}, {self._executor}", "ms", probes[OURS], limits, parameters)
 
     def _start(
         self, who: str, transfer: Mapping[str, Any] | None, directory: Path, stack: ExitStack
@@ -141,6 +155,7 @@ class Contest:
             "max_num_batched_tokens": room,
             "max_num_seqs": 4,
             "enforce_eager": True,
+            "distributed_executor_backend": EXECUTORS[self._executor],
             **self._model.options,
         }
         if transfer is not None:
