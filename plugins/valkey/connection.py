@@ -64,6 +64,14 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no command is under way, so that any caller can send the next one."""
         return self.usable and self._reader.idle and self._writable.is_set()
 
+    def check_answers(self, seconds: float, option: str) -> None:
+        """Raise TierUnavailableError if the oldest command is not answered after that time.
+
+        Its caller may have been cancelled before its own deadline.
+        """
+        if self._reader.asked_at + seconds < asyncio.get_running_loop().time():
+            raise TierUnavailableError(f"{self.where}: no answer within {option} of {seconds} s")
+
     @property
     def closed(self) -> bool:
         """Whether its socket is closed."""

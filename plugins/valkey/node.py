@@ -82,6 +82,7 @@ class Node:
                     if self._shared is None or not self._shared.usable:
                         self._shared = await self._connect()
                     line = self._shared
+                line.check_answers(seconds, option)
                 return await line.call(message, count)
         except TierUnavailableError as error:
             if line is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -144,13 +145,15 @@ class Replies:
     With `memory`, it is the waiter for a record, which is received into the memory; its reply is its length.
     """
 
-    __slots__ = ("count", "done", "got", "memory")
+    __slots__ = ("asked_at", "count", "done", "got", "memory")
 
     def __init__(self, count: int = 1, *, memory: memoryview | None = None) -> None:
         self.count = count
         self.memory = memory  # None at the end, so that nothing refers to the memory
         self.got: list[Reply] = []
-        self.done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.asked_at = loop.time()
+        self.done: asyncio.Future[list[Reply]] = loop.create_future()
 
     def end(self, error: Exception | None = None) -> None:
         """Pass the replies or the error on."""
@@ -183,6 +186,11 @@ class Reader:
     def idle(self) -> bool:
         """Whether no reply is expected and no byte is left over."""
         return not self._expected and self._start == self._stop
+
+    @property
+    def asked_at(self) -> float:
+        """Loop time of the oldest command that is not answered; infinity if there is none."""
+        return self._expected[0].asked_at if self._expected else math.inf
 
     def expect(self, replies: Replies) -> None:
         self._expected.append(replies)

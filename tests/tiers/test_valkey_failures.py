@@ -24,7 +24,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.node import Access, Node
-from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply
+from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
@@ -361,6 +361,22 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
 
     with pytest.raises(TierClosedError):
         await topology.ask_each(b"EXISTS", names)
+
+
+async def test_a_server_that_hangs_is_noticed_although_each_lookup_is_cancelled_before_its_deadline(server):
+    settings = config(server.tcp_url, lookup_timeout_s=1)
+    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    await node.call(encode(b"PING"), 1)
+    with hanging(server.signal):
+        async with asyncio.timeout(SLACK_S):
+            while not node.failed:
+                call = asyncio.ensure_future(node.call(encode(b"PING"), 1))
+                await turns(3)
+                call.cancel()
+                await asyncio.wait({call})
+    assert await node.call(encode(b"PING"), 1) == [b"PONG"]
+    node.close(TierClosedError("closed"))
+    await node.wait_closed()
 
 
 async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
