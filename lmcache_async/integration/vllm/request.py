@@ -316,6 +316,9 @@ class RequestTracker:
         self._promise = promise
         self._tail_tokens = policy.tail_tokens(keys.num_prompt_tokens)
         self._lookup: _LookupState | None = None
+        self._repeated = (
+            False  # because of its age, and not offered since: steps may take longer than any age
+        )
         self._promise_until: float | None = None  # on the monotonic clock, from the first lookup on
         self._keys_until: float | None = None
         self._local_tokens = 0
@@ -430,9 +433,10 @@ class RequestTracker:
             if self.load_failed:
                 return Refresh(ask=False)
             if not state.released and state.lookup.epoch == epoch:
-                repeated = may_repeat and self._is_old(state, now)
+                repeated = may_repeat and not self._repeated and self._is_old(state, now)
                 if not repeated:
                     return Refresh(ask=False)
+                self._repeated = True
         return Refresh(ask=True, release=state.release(), repeated=repeated)
 
     def offer(self, now: float, *, ready: bool) -> Offer:
@@ -445,6 +449,7 @@ class RequestTracker:
                 return Offer(None)
             late, state.timed_out = not state.timed_out, True
             return Offer(0, late=late)
+        self._repeated = False
         hit = self._worth(state, state.answered)
         external = max(0, hit - self._local_tokens)
         # One token must be left to compute in the same step.

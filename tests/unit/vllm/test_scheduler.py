@@ -475,6 +475,19 @@ def test_a_miss_that_waited_long_in_the_queue_is_looked_up_again_with_a_limit_pe
     assert bench.scheduler.match(requests[-1], 0) == (None, False)
 
 
+def test_the_answer_of_a_repeated_lookup_is_used_however_long_the_steps_take():
+    bench = Bench()
+    request = bench.request(20)
+    bench.answer(request, MISS)
+    offered = []
+    for step in range(1, 5):
+        bench.client.time = 3.0 * step
+        offered.append(bench.scheduler.match(request, 0))
+        bench.answer(request, hit(2))  # soon, and long before the next step
+
+    assert offered == [(None, False), (16, True)] * 2
+
+
 # Loads
 
 
