@@ -87,6 +87,8 @@ class LRUPolicy:
         for parent, child in pairwise(keys):
             held = child in sizes
             known = parents.get(child) if held else hints.get(child)
+            if held and known != parent and parent not in sizes:
+                parent = self._nearest(parent)
             if known == parent:
                 continue
             if known is not None and not gapless:
@@ -101,9 +103,7 @@ class LRUPolicy:
                 hints[child] = parent
                 if known is not None:
                     hints.move_to_end(child)
-        bound = min(max(MIN_HINTS, len(sizes)), self._max_hints)
-        while len(hints) > bound:
-            hints.popitem(last=False)
+        self._trim_hints()
 
     def touch_each(self, keys: Sequence[ChunkKey]) -> None:
         """Record the use of chunks of one or several prompts, each prompt's in prefix order."""
@@ -119,13 +119,20 @@ class LRUPolicy:
         return self._parents.get(key)
 
     def discard(self, key: ChunkKey) -> bool:
-        """Remove a key that is not stored any more. Return whether it was recorded."""
+        """Remove a key that is not stored, after all or any more. Return whether it was recorded.
+
+        Its predecessor is remembered, so that chunks that continue it do not evict it.
+        """
         size = self._sizes.pop(key, None)
         if size is None:
             return False
         self._total -= size
         self._queue.pop(key, None)
+        parent = self._parents.get(key)
         self._unlink(key)
+        if parent is not None:
+            self._hints[key] = parent
+            self._trim_hints()
         return True
 
     def evict(
@@ -204,6 +211,11 @@ class LRUPolicy:
 
     def __iter__(self) -> Iterator[ChunkKey]:
         return iter(self._sizes)
+
+    def _trim_hints(self) -> None:
+        bound = min(max(MIN_HINTS, len(self._sizes)), self._max_hints)
+        while len(self._hints) > bound:
+            self._hints.popitem(last=False)
 
     def _nearest(self, key: ChunkKey) -> ChunkKey:
         """Return `key` if it is stored, else its nearest stored ancestor that is known, else `key`."""

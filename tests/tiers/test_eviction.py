@@ -247,6 +247,22 @@ def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held():
     assert policy.evict(3, anyone) == [key(3), key(1), key(0)]
 
 
+@pytest.mark.parametrize("touched", [False, True])
+def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_found_no_room(touched):
+    policy = LRUPolicy()
+    prompt = [key(n) for n in range(4)]
+    policy.touch(prompt)
+    for n in (0, 1, 2):
+        policy.add(key(n), 1)
+    assert policy.discard(key(2))  # as a tier does if it finds no room
+
+    policy.add(key(3), 1)
+    if touched:
+        policy.touch(prompt, gapless=False)
+
+    assert policy.evict(1, lambda chunk: chunk != key(3)) == []
+
+
 def test_chunks_left_out_of_one_batch_find_their_place_with_the_next():
     policy = LRUPolicy()
     use(policy, [key(0), key(3)])
