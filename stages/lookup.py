@@ -15,7 +15,7 @@ class LookupStage:
 
     Chunks with a masked row (-1) cannot be stored and are dropped.
 
-    Chunks after the first `num_slabs` of a prompt would only evict their own prefix from host memory, so they
+    Chunks of a prompt after those that fit in host memory would only evict their own prefix from there, so they
     are stored in slower tiers only. They count as present if those have them. Without slower tiers they are
     dropped before the copy.
     """
@@ -25,14 +25,16 @@ class LookupStage:
     def __init__(self, stack: TierStack, arena: Arena) -> None:
         self._stack = stack
         self._num_slabs = arena.num_slabs
+        self._slab_bytes = arena.slab_bytes
 
     async def __call__(self, batch: HashedBatch) -> MissingBatch:
         chunks, drops = batch.chunks, Drops(batch.drops)
-        if all(stacked.writer is None for stacked in self._stack.tiers) and len(chunks) > self._num_slabs:
-            drops.add(chunks[self._num_slabs :], "larger_than_memory")
-            chunks = chunks[: self._num_slabs]
+        most = self._memory_chunks()
+        if all(stacked.writer is None for stacked in self._stack.tiers) and len(chunks) > most:
+            drops.add(chunks[most:], "larger_than_memory")
+            chunks = chunks[:most]
         keys = [chunk.key for chunk in chunks]
-        missing = await self._stack.missing(keys, memory_chunks=self._num_slabs)
+        missing = await self._stack.missing(keys, memory_chunks=most)
         present = len(chunks) - len(missing)
         rows = batch.rows[: len(chunks)]
         if missing and np.concatenate([rows[i] for i in missing]).min(initial=0) < 0:
@@ -48,3 +50,11 @@ class LookupStage:
             drops=drops,
             present=present,
         )
+
+    def _memory_chunks(self) -> int:
+        """Return the maximum number of chunks of one prompt in host memory."""
+        tiers = [stacked.tier for stacked in self._stack.tiers if not stacked.leaves_memory]
+        limits = [max_bytes for tier in tiers if (max_bytes := tier.statistics().max_bytes) is not None]
+        if len(limits) < max(len(tiers), 1):  # no limit but the arena
+            return self._num_slabs
+        return min(self._num_slabs, -(-max(limits) // self._slab_bytes))

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_async.testing.fakes import FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
-from tests.support.engines import hits, leased
+from tests.support.engines import chunks_of, hits, leased
 from tests.support.tiers import Made
 
 CHUNKS = 20
@@ -88,6 +88,23 @@ async def test_chunks_that_a_slower_tier_has_are_not_written_again_for_memory_th
 
     assert (again.stored, again.present) == (4, CHUNKS - 4)  # the prefix, back into memory
     assert (third.stored, third.present) == (0, CHUNKS)
+
+
+@pytest.mark.parametrize("batch_chunks", [1, 3, 20])
+@pytest.mark.parametrize("slower", [(), ("dict",)], ids=["alone", "with a slower tier"])
+async def test_memory_smaller_than_the_arena_keeps_the_prefix_of_a_prompt(slower, batch_chunks):
+    rig, made = rig_of(32), Made()
+    memory = {"name": "cpu", "max_bytes": 4 * rig.slab_bytes}
+    batch = {"store.batch_bytes": batch_chunks * rig.slab_bytes}
+    async with rig.open(registry=made.registry, **settings(memory, *slower, **batch)) as engine:
+        await engine.store(TOKENS, SLOTS)
+        await engine.store(TOKENS, SLOTS)  # batches of the first one may have been stored in another order
+        report = await engine.store(TOKENS, SLOTS)
+
+        assert (report.stored, report.present) == (0, CHUNKS if slower else 4)
+        assert await engine.lookup(TOKENS) == (len(TOKENS) if slower else 4 * 8)
+        keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
+        assert {key async for key in engine._parts.stack.tiers[0].tier.keys()} == {*keys[:4]}  # noqa: SIM118
 
 
 async def test_a_tier_that_fails_is_a_counted_drop_and_no_wait():
