@@ -50,18 +50,19 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         _log_to_vllm()
         self.scheduler: SchedulerConnector | None = None
         self.worker: WorkerConnector | None = None
+        configs = _configs_of_scheduler(vllm_config.kv_transfer_config)
+        self._beside_others = len(configs) > 1
         # A process imports only its own side.
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
             if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
         elif role == KVConnectorRole.SCHEDULER:
-            configs = _configs_of_scheduler(vllm_config.kv_transfer_config)
             _recompute_failed_loads(configs)
             from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
             self.scheduler = SchedulerConnector.of_vllm(
-                vllm_config, kv_cache_config, beside_others=len(configs) > 1
+                vllm_config, kv_cache_config, beside_others=self._beside_others
             )
             if self.scheduler.roles.loads:
                 _defer_frees(configs)
@@ -185,7 +186,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def get_handshake_metadata(self) -> LookupAddress | None:
         engines = self.worker.engines if self.worker is not None else ()
         addresses = tuple(each.tcp_address for each in engines if each.tcp_address is not None)
-        local = engines[0].server if len(engines) == 1 else None
+        # MultiConnector passes on one handshake only, and another connector may not work without its own.
+        local = engines[0].server if len(engines) == 1 and not self._beside_others else None
         return LookupAddress(addresses, local) if addresses or local else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

@@ -134,3 +134,10 @@ def test_with_overlapping_steps_blocks_are_not_shared_until_their_step_has_ended
 
     assert simulator.outputs["beside"] == simulator.outputs["loaded"] == expected(prompt, 4)
     assert simulator.cached_tokens["loaded"] == (0, 12 * BLOCK)
+
+
+def test_the_handshake_of_another_connector_is_not_hidden(simulators: Simulators):
+    """MultiConnector passes on that of the first connector that has one, and NixlConnector needs its own."""
+    simulator = simulators(multi=True)
+
+    assert simulator.ranks[0].connector.get_handshake_metadata() is None
