@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from concurrent.futures.thread import _threads_queues
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, thread
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Task: TypeAlias = "asyncio.Task[Any] | None"
 
-_joined_at_exit = cast("MutableMapping[Any, Any]", _threads_queues)
-"""Threads of all pools. `concurrent.futures` joins them when the interpreter ends."""
+_joined_at_exit: MutableMapping[Any, Any] = getattr(thread, "_threads_queues", {})
+"""Threads of all pools, which `concurrent.futures` joins when the interpreter ends. It has no public name."""
 
 
 class WorkerPool(ThreadPoolExecutor):

@@ -94,7 +94,7 @@ class RecordDirectory:
     def used_by_tier(self) -> bool:
         """Whether a tier has prepared the open directory, or it has a record."""
         with contextlib.suppress(OSError):
-            os.stat("lock", dir_fd=self.fd, follow_symlinks=False)
+            os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
             with self.folder(TEMPORARY_FOLDER):
                 return True
         return next(self.scan(), None) is not None
