@@ -7,13 +7,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.stack import TierStack
-from lmcache_async.types import KEY_BYTES, ChunkKey
+from lmcache_async.types import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +109,11 @@ class MemoryLookups:
     @property
     def complete(self) -> bool:
         """Whether what is not found is not stored: there is no other tier, and this one knows what it has."""
-        return self._alone and self._tier.in_memory(ChunkKey(bytes(KEY_BYTES))) is not None
+        return self._alone and self._tier.count_in_memory(()) is not None
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
         del lookup_id
-        count = self._count(keys)
+        count = self._tier.count_in_memory(keys)
         if not count:
             return LookupResult(count=0, by_tier={})
         return LookupResult(count, {self._id: count}, pinned=count, costs=((count, 0.0),))
@@ -124,13 +123,9 @@ class MemoryLookups:
     ) -> FirstPresent | None:
         del lookup_id
         for position, run in enumerate(runs):
-            if self._count(run) == len(run):
+            if self._tier.count_in_memory(run) == len(run):
                 return FirstPresent(position, len(run))
         return None
-
-    def _count(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading keys that are in the arena."""
-        return sum(1 for _ in takewhile(self._tier.in_memory, keys))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -331,13 +331,13 @@ class Tier(ABC, Generic[ConfigT]):
             removed += check_flag("remove", await self.remove(key))
         return removed
 
-    def in_memory(self, key: ChunkKey) -> bool | None:
-        """Return whether a tier with the capability `in_arena` has the chunk now. The default is None: unknown.
+    def count_in_memory(self, keys: Sequence[ChunkKey]) -> int | None:
+        """Count the leading keys that a tier with the capability `in_arena` has now. The default is None: unknown.
 
-        Unlike `contains` it is called from any thread, so it must neither wait nor change anything. The result may be
-        outdated when the caller uses it.
+        Unlike `count_prefix` it is called from any thread, also at the same time as other methods, and must not wait. For
+        an eviction policy it is a lookup like any other. The result may be outdated when the caller uses it.
         """
-        del key
+        del keys
         return None
 
     def statistics(self) -> TierStatistics:

@@ -345,9 +345,19 @@ class TierHandle:
             if isinstance(keys, AsyncGenerator):
                 await self._guarded("keys", keys.aclose)
 
-    def in_memory(self, key: ChunkKey) -> bool | None:
-        """Return `Tier.in_memory` of a tier in the arena, without its layers; None for other tiers. For any thread."""
-        return self._tier.in_memory(key) if self.capabilities.in_arena else None
+    def count_in_memory(self, keys: Sequence[ChunkKey]) -> int | None:
+        """Count the leading keys that a tier in the arena has. For any thread; no layer is called.
+
+        None for other tiers, if a layer may change the answers of a lookup, and if the tier fails.
+        """
+        if not (self.capabilities.in_arena and all(layer.transparent for layer in self.layers)):
+            return None
+        try:
+            found = self._tier.count_in_memory(keys)
+            return None if found is None else check_count("count_in_memory", found, len(keys))
+        except BaseException as error:  # noqa: BLE001  # of a plug-in
+            self._convert("count_in_memory", error)
+            return None
 
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tier; the last valid ones if it does not return any now."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from itertools import takewhile
 from typing import Self
 
 from lmcache_async.errors import ConfigError, TierError, TierFullError
@@ -15,6 +17,9 @@ from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.types import ChunkKey
 
 _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
+
+MAX_COUNTED = 1024
+"""Lookups of other threads that the eviction policy learns of later. If there are more, it never learns of the oldest."""
 
 
 class CPUTier(BundledTier[CPUConfig, Arena]):
@@ -31,6 +36,7 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         self._max_slabs = 0
         self._chunks: dict[ChunkKey, Buffer] = {}
         self._policy = LRUPolicy()
+        self._counted: deque[Sequence[ChunkKey]] = deque(maxlen=MAX_COUNTED)
         self._evictions = 0
 
     @property
@@ -59,8 +65,9 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         self._usable()
         return key in self._chunks
 
-    def in_memory(self, key: ChunkKey) -> bool:
-        return key in self._chunks
+    def count_in_memory(self, keys: Sequence[ChunkKey]) -> int:
+        self._counted.append(keys)
+        return sum(1 for _ in takewhile(self._chunks.__contains__, keys))
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._usable()
@@ -77,6 +84,7 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         self._usable()
+        self._touch_counted()
         results: list[TierError | None] = []
         for key, buffer in items:
             try:
@@ -159,7 +167,13 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         free = sum(map(self._is_evictable, self._chunks))
         return self._evict(min(slabs, free), last_resort=True)
 
+    def _touch_counted(self) -> None:
+        """Touch what other threads have looked up. The policy is used on the loop's thread only."""
+        while self._counted:
+            self._policy.touch(self._counted.popleft(), gapless=False)
+
     def _evict(self, slabs: int, *, last_resort: bool = False) -> int:
+        self._touch_counted()
         victims = self._policy.evict(slabs, self._is_evictable, last_resort=last_resort)
         for key in victims:
             self._chunks.pop(key).release()

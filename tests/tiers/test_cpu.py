@@ -38,12 +38,24 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         with record(arena, 1) as buffer:
             await opened.put(key_of(1), buffer)
 
-        assert [await asyncio.to_thread(opened.in_memory, key_of(number)) for number in (1, 2)] == [
-            True,
-            False,
-        ]
+        keys = [key_of(1), key_of(2)]
+        assert await asyncio.to_thread(opened.count_in_memory, keys) == 1
         await opened.remove(key_of(1))
-        assert not opened.in_memory(key_of(1))
+        assert opened.count_in_memory(keys) == 0
+
+    async def test_a_lookup_of_another_thread_counts_for_the_eviction(self, opened, arena):
+        """The order of the chunks is known from it, and the time of their last use."""
+        room, prompt = arena.num_slabs, [key_of(number) for number in range(4)]
+        await asyncio.to_thread(opened.count_in_memory, prompt)
+        for number in range(room):
+            with record(arena, number) as buffer:
+                await opened.put(key_of(number), buffer)
+        await asyncio.to_thread(opened.count_in_memory, prompt)
+        for number in range(room, 2 * room - 2):
+            with record(arena, number) as buffer:
+                await opened.put(key_of(number), buffer)
+
+        assert opened.count_in_memory(prompt) == 2
 
     async def test_a_buffer_of_another_arena_is_copied(self, opened, arena, allocate):
         elsewhere = small_arena(1)

@@ -445,6 +445,23 @@ def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(simulators:
     assert_nothing_is_held(sim)
 
 
+def test_chunks_that_are_looked_up_in_the_scheduler_s_process_are_evicted_last_chunk_first(
+    simulators: Simulators,
+):
+    """The chunks are stored by several steps, so the eviction policy learns their order from the lookup alone."""
+    sim = simulators({"arena.max_bytes": "512KiB"})
+    tokens = prompt(1024)
+    for name, asked in (("cold", tokens), ("other", prompt(1936, seed=1)), ("warm", tokens)):
+        sim.add(name, asked)
+        while sim.busy:
+            sim.step()
+            simulators.end_calls(sim)  # the stores of the steps end in their order
+        simulators.settle(sim)
+
+    assert engine_of(sim.ranks[0]).statistics().tiers["cpu"].evictions
+    assert sim.cached_tokens["warm"][1] >= 512
+
+
 @pytest.mark.parametrize("local", [100, 200, 250])
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):
