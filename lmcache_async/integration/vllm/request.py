@@ -341,10 +341,6 @@ class RequestTracker:
         return self._promise is not None
 
     @property
-    def was_admitted(self) -> bool:
-        return self._admitted
-
-    @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         return self._request.num_tokens

@@ -461,7 +461,9 @@ class SchedulerConnector:
         self._next_job = 0
         self._repeats_left = MAX_REPEATS
         self._peek_tokens_left = MAX_PEEKED_TOKENS
-        self._peeked: list[RequestTracker] = []  # since the last step; nothing is pinned for these
+        self._peeked: dict[
+            str, RequestTracker
+        ] = {}  # in this step, not admitted yet; nothing is pinned for these
         # Until a store reports otherwise. The first consumers then wait in vain at worst.
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
@@ -568,6 +570,7 @@ class SchedulerConnector:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
         """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
         tracker = self._tracker(request)
+        self._peeked.pop(tracker.request_id, None)
         if self._others is not None:
             self._others.admitted(tracker)
         admission = tracker.admitted(external_tokens)
@@ -659,6 +662,7 @@ class SchedulerConnector:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return None
+        self._peeked.pop(tracker.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.job.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
             self._load_ended(request.request_id)  # it has an output token, so its step loaded everything
@@ -774,6 +778,7 @@ class SchedulerConnector:
         return tracker
 
     def _ask(self, tracker: RequestTracker) -> None:
+        self._peeked.pop(tracker.request_id, None)
         promise, wait_s = tracker.promise_to_wait_for(self._client.now())
         tracker.lookup_sent(self._client.ask(tracker.keys, tracker.num_tokens, promise, wait_s))
 
@@ -788,16 +793,14 @@ class SchedulerConnector:
         lookup, answered = found
         tracker.lookup_sent(lookup)
         tracker.lookup_answered(answered)
-        self._peeked.append(tracker)
+        self._peeked[tracker.request_id] = tracker
         return True
 
     def _ask_for_peeked(self) -> None:
         """Look up what was peeked and not admitted in this step: until the next one it may be evicted."""
         self._peek_tokens_left = MAX_PEEKED_TOKENS
-        peeked, self._peeked = self._peeked, []
-        for tracker in peeked:
-            if not tracker.was_admitted and self._trackers.get(tracker.request_id) is tracker:
-                self._ask(tracker)
+        for tracker in list(self._peeked.values()):
+            self._ask(tracker)
 
     def _deliver_answers(self) -> None:
         for answered in self._client.take_answers():

@@ -270,6 +270,18 @@ def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
     assert bench.scheduler.match(request, 0) == (8, True)
 
 
+def test_a_request_that_is_looked_up_in_its_first_step_is_not_looked_up_at_its_end_too():
+    """The pins of the first lookup would be held until they expire."""
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    request = bench.request(20)
+    bench.client.epoch += 1  # a reset, so the answer is void
+    bench.scheduler.match(request, 0)
+    bench.idle()
+
+    assert len(bench.client.asked) == 1
+
+
 def test_few_tokens_of_a_step_are_hashed_by_the_scheduler_s_thread():
     bench = Bench()
     bench.client.in_memory = hit(2, resident=True)
