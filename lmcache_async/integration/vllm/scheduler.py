@@ -64,6 +64,9 @@ MAX_REPEATS = 8
 MAX_PEEKED_TOKENS = 16_384
 """Tokens of new requests that are hashed and looked up on the scheduler's thread in one step, which takes a millisecond."""
 
+MAX_PEEKS = 8
+"""New requests of one step for which this is done. Even a short one takes 0.1 ms, and hundreds may arrive at once."""
+
 MAX_PLANS = 256
 """Load decisions of one step that are sent to the status page."""
 
@@ -460,7 +463,7 @@ class SchedulerConnector:
         )
         self._next_job = 0
         self._repeats_left = MAX_REPEATS
-        self._peek_tokens_left = MAX_PEEKED_TOKENS
+        self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         self._peeked: dict[
             str, RequestTracker
         ] = {}  # in this step, not admitted yet; nothing is pinned for these
@@ -784,8 +787,9 @@ class SchedulerConnector:
 
     def _peek(self, tracker: RequestTracker) -> bool:
         """Look up a new request in memory, so that the next step can use the answer. False if there is none."""
-        if tracker.num_tokens > self._peek_tokens_left or tracker.has_promise:
+        if not self._peeks_left or tracker.num_tokens > self._peek_tokens_left or tracker.has_promise:
             return False
+        self._peeks_left -= 1
         self._peek_tokens_left -= tracker.num_tokens
         found = self._client.peek(tracker.keys, tracker.num_tokens)
         if found is None:
@@ -798,7 +802,7 @@ class SchedulerConnector:
 
     def _ask_for_peeked(self) -> None:
         """Look up what was peeked and not admitted in this step: until the next one it may be evicted."""
-        self._peek_tokens_left = MAX_PEEKED_TOKENS
+        self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         for tracker in list(self._peeked.values()):
             self._ask(tracker)
 

@@ -25,7 +25,7 @@ from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
 from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
-from lmcache_async.integration.vllm.scheduler import MAX_PEEKED_TOKENS, SchedulerConnector
+from lmcache_async.integration.vllm.scheduler import MAX_PEEKED_TOKENS, MAX_PEEKS, SchedulerConnector
 
 CHUNK, BLOCK, RANKS = 8, 2, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
@@ -282,11 +282,14 @@ def test_a_request_that_is_looked_up_in_its_first_step_is_not_looked_up_at_its_e
     assert len(bench.client.asked) == 1
 
 
-def test_few_tokens_of_a_step_are_hashed_by_the_scheduler_s_thread():
+@pytest.mark.parametrize(
+    "lengths", [(MAX_PEEKED_TOKENS - 10, 11, 10), (*[10] * MAX_PEEKS, 11)], ids=["long", "many"]
+)
+def test_few_requests_of_a_step_are_looked_up_by_the_scheduler_s_thread(lengths: tuple[int, ...]):
     bench = Bench()
     bench.client.in_memory = hit(2, resident=True)
     for step in (1, 2):
-        requests = [bench.request(num_tokens) for num_tokens in (MAX_PEEKED_TOKENS - 10, 11, 10)]
+        requests = [bench.request(num_tokens) for num_tokens in lengths]
         assert [lookup.num_tokens for lookup in bench.client.asked] == [11] * step
         for request in requests:
             bench.finish(request)
