@@ -114,6 +114,29 @@ async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
     assert "tier 't': was not closed after 6 s" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("answer", "layered", "found"),
+    [(1, False, 1), (None, False, None), (3, False, None), (ValueError("odd"), False, None), (1, True, None)],
+    ids=["number", "unknown", "more than the keys", "error", "other layer"],
+)
+def test_only_a_valid_answer_of_a_tier_without_other_layers_is_a_count_in_memory(answer, layered, found):
+    class InArena(DictTier):
+        @property
+        def capabilities(self):
+            return Capabilities(in_arena=True)
+
+        def count_in_memory(self, keys):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    logger = LimitedLogger(logging.getLogger("test"))
+    layers = [MetricsLayer(LayerConfig(), context()), *[_Broken(None)] * layered]
+    tier = TierHandle(InArena(), name="t", timeout_s=5, logger=logger, layers=layers)
+
+    assert tier.count_in_memory([KEY, KEY]) == found
+
+
 class _Broken(Layer):
     """A third-party layer that passes each call to a function."""
 
