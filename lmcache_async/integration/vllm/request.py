@@ -278,9 +278,7 @@ class _StoreCursor:
     stored_skipped: bool = False  # chunks that the lookup found are not stored again
     first_chunks: dict[int, int] = field(default_factory=dict)  # by job, if the request is handed over
     lost_chunk: int | None = None  # first chunk that did not reach a shared tier
-    boundaries: dict[int, int] = field(
-        default_factory=dict
-    )  # stored ones by job, if the request is handed over
+    boundaries: dict[int, int] = field(default_factory=dict)  # the same, of stored boundaries
 
 
 class RequestTracker:
@@ -316,9 +314,8 @@ class RequestTracker:
         self._promise = promise
         self._tail_tokens = policy.tail_tokens(keys.num_prompt_tokens)
         self._lookup: _LookupState | None = None
-        self._repeated = (
-            False  # because of its age, and not offered since: steps may take longer than any age
-        )
+        # The lookup was repeated because of its age, and not offered since: steps may take longer than any age.
+        self._repeated = False
         self._promise_until: float | None = None  # on the monotonic clock, from the first lookup on
         self._keys_until: float | None = None
         self._local_tokens = 0

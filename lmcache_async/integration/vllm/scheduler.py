@@ -464,9 +464,8 @@ class SchedulerConnector:
         self._next_job = 0
         self._repeats_left = MAX_REPEATS
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
-        self._peeked: dict[
-            str, RequestTracker
-        ] = {}  # in this step, not admitted yet; nothing is pinned for these
+        # Looked up by this thread in this step, and not admitted yet. Nothing is pinned for these.
+        self._peeked: dict[str, RequestTracker] = {}
         # Until a store reports otherwise. The first consumers then wait in vain at worst.
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
