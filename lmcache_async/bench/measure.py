@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil  # of the extra cli
 import uvloop
 
 from lmcache_async.errors import ConfigError
@@ -193,7 +192,14 @@ def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) 
 
 
 def check_memory(nbytes: int) -> None:
-    """Raise ConfigError if the memory for a benchmark is not available. Otherwise the kernel might kill other processes."""
+    """Raise ConfigError if the memory for a benchmark is not available. Otherwise the kernel might kill other processes.
+
+    Without psutil, which comes with the extra `cli`, nothing is checked.
+    """
+    try:
+        import psutil
+    except ImportError:
+        return
     available = psutil.virtual_memory().available
     if nbytes > available:
         raise ConfigError(

@@ -66,7 +66,8 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         return key in self._chunks
 
     def count_in_memory(self, keys: Sequence[ChunkKey]) -> int:
-        self._counted.append(keys)
+        if keys:
+            self._counted.append(keys)
         return sum(1 for _ in takewhile(self._chunks.__contains__, keys))
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

@@ -198,13 +198,16 @@ def test_every_file_with_a_gpu_test_is_run():
     ]
 
 
-def test_nothing_that_runs_on_a_gpu_machine_needs_vllm(tmp_path):
-    program = tmp_path / "without_vllm.py"
+def test_nothing_that_runs_on_a_gpu_machine_needs_packages_that_it_lacks(tmp_path):
+    program = tmp_path / "bare.py"
     program.write_text(
         "import sys, runpy\n"
-        "sys.modules['vllm'] = None\n"
+        "for name in ('aiohttp', 'httpx', 'psutil', 'rich', 'typer', 'vllm'):\n"
+        "    sys.modules[name] = None\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import tools.gpu.measurements, tools.gpu.command\n"
+        "from lmcache_async.bench.memory import PromptCache, Settings\n"
+        "PromptCache.of(Settings(tokens=256, layers=1, heads=1))\n"
         f"for name in {command.gpu_tests()!r}:\n"
         f"    runpy.run_path({str(ROOT)!r} + '/' + name)\n"
         "print('imported', sys.version_info[:2])\n"
