@@ -35,7 +35,7 @@ class Settings:
     record_mib: tuple[int, ...] = (2, 16)
 
 
-QUICK = Settings(mib=4, record_mib=(1,))
+QUICK = {"mib": 4, "record_mib": (1,)}
 
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:

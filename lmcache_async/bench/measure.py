@@ -7,7 +7,6 @@ of the rounds' ratios.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime as dt
 import importlib.metadata
@@ -185,8 +184,7 @@ class Result:
 def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) -> Result:
     """Run one benchmark on a uvloop event loop."""
     start = time.perf_counter()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = runner.run(_collect(measure, settings, frame))
+    rows = uvloop.run(_collect(measure, settings, frame))
     seconds = time.perf_counter() - start
     return Result(name, summary, settings, rows, seconds, tuple(frame.left_out))
 

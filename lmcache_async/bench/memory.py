@@ -63,7 +63,7 @@ class Settings(CacheForm):
     threads: tuple[int, ...] = (1, 2)  # measured one after the other
 
 
-QUICK = Settings(tokens=512, layers=2)
+QUICK = {"tokens": 512, "layers": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,11 @@ the option `path`, files of the same size on the same file system.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from lmcache_async.bench.measure import MIB, UNIT, Case, Frame, Parameter, Probe, Row, check_memory, rate
-from lmcache_async.bench.raw import RESP_SCHEMES, RawFiles, RespSockets
+from lmcache_async.bench.raw import RESP_SCHEMES, RawFiles, RespSockets, move_all
 from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import ConfigError, TierError
@@ -54,9 +52,7 @@ class Settings:
     record_mib: tuple[int, ...] = (4, 32)
 
 
-def quick(tier: str, config: Path | None = None) -> Settings:
-    """Settings with small sizes."""
-    return Settings(tier, config, mib=2, connections=2, record_mib=(1,))
+QUICK = {"mib": 2, "connections": 2, "record_mib": (1,)}
 
 
 async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: bool) -> AsyncIterator[Row]:
@@ -114,6 +110,7 @@ class Records(contextlib.ExitStack):
         self.names = [f"{NAME_PREFIX}{run}:{number}" for number in range(count)]
         self.keys: list[ChunkKey] = []  # new ones for each put through the tier
         self.seal()
+        self._copies = np.ones((count, nbytes), dtype=np.uint8)  # private memory, whose pages exist
 
     @property
     def count(self) -> int:
@@ -179,30 +176,18 @@ class Records(contextlib.ExitStack):
 
     def copy_probe(self, threads: int) -> Probe:
         """GB/s of memcpy of all records to private memory."""
-        copy = self.copier(threads)
 
         async def probe() -> float:
-            start = time.perf_counter()
-            await copy(self.buffers)
-            return self.rate(start)
+            return self.copy(self.buffers, threads)
 
         return probe
 
-    def copier(self, threads: int) -> Callable[[Sequence[Buffer]], Awaitable[None]]:
-        """A coroutine function that copies buffers to private memory on `threads` threads."""
-        target = np.ones((self.count, self.record_bytes), dtype=np.uint8)  # written, so that its pages exist
-        pool = self.enter_context(ThreadPoolExecutor(threads))
-
-        def part(sources: Sequence[Buffer], first: int) -> None:
-            for index in range(first, len(sources), threads):
-                np.copyto(target[index], sources[index].array)
-
-        async def copy(sources: Sequence[Buffer]) -> None:
-            loop = asyncio.get_running_loop()
-            parts = (loop.run_in_executor(pool, part, sources, first) for first in range(threads))
-            await asyncio.gather(*parts)
-
-        return copy
+    def copy(self, buffers: Sequence[Buffer], threads: int) -> float:
+        """Copy buffers to private memory on `threads` threads. Return GB/s."""
+        pairs = zip(self._copies, [buffer.array for buffer in buffers], strict=True)
+        return move_all(
+            lambda _, pair: np.copyto(*pair), range(threads), pairs, self.count * self.record_bytes
+        )
 
 
 def seal_record(buffer: Buffer, key: ChunkKey) -> ChunkKey:
@@ -229,7 +214,7 @@ def cases(
     A get from a tier with memory of its own copies nothing. There the figure includes reading the records
     once into private memory, on `threads` threads.
     """
-    read = records.copier(threads) if tier.capabilities.own_memory else None
+    own_memory = tier.capabilities.own_memory
     facts: dict[str, Parameter] = {"record_bytes": records.record_bytes, "records": records.count}
     name, facts = f"records of {records.mib} MiB", facts | dict(parameters)
 
@@ -237,33 +222,33 @@ def cases(
         await remove_all(records, tier)
         records.seal()
         start = time.perf_counter()
-        answers = await tier.put_many(records.items)
-        rate = records.rate(start)
-        for answer in answers:
-            if answer is not None:
-                raise answer
-        return rate
+        await put_all(records, tier)
+        return records.rate(start)
 
     async def get() -> float:
         await ensure_put(records, tier)
         start = time.perf_counter()
         buffers = await get_all(records, tier)
-        if read is not None:
-            await read(buffers)
+        if own_memory:
+            records.copy(buffers, threads)
         rate = records.rate(start)
         records.prove(buffers)
         return rate
 
-    verb = "get" if read is None else "get and read"
+    verb = "get and read" if own_memory else "get"
     return [Case(f"put, {name}", UNIT, put, puts, facts), Case(f"{verb}, {name}", UNIT, get, gets, facts)]
+
+
+async def put_all(records: Records, tier: Tier) -> None:
+    for answer in await tier.put_many(records.items):
+        if answer is not None:
+            raise answer
 
 
 async def ensure_put(records: Records, tier: Tier) -> None:
     """Put the records if the tier does not have all of them."""
     if await tier.count_prefix(records.keys) < records.count:
-        for answer in await tier.put_many(records.items):
-            if answer is not None:
-                raise answer
+        await put_all(records, tier)
 
 
 async def get_all(records: Records, tier: Tier) -> list[Buffer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -10,21 +9,21 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.progress import TimeElapsedColumn
+from typer import Argument, Option
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
 from lmcache_async.cli.output import progress, refuse, say
+from lmcache_async.cli.records import Config
 from lmcache_async.cli.tiers import complete_tiers
-from lmcache_async.config import TierSpec, load_config
 from lmcache_async.errors import LMCacheAsyncError
-from lmcache_async.maintenance.stores import named_tier
+from lmcache_async.maintenance.stores import Stores
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the results to this file, as JSON.", dir_okay=False)
+    Path | None, Option("--json", help="Write the results to this file, as JSON.", dir_okay=False)
 ]
-Rounds = Annotated[int | None, typer.Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default.")]
+Rounds = Annotated[int | None, Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default.")]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small sizes, to test that it runs; the results have no meaning.")
+    bool, Option("--quick", help="Small sizes, to test that it runs; the results have no meaning.")
 ]
 
 bench_command = typer.Typer(
@@ -37,9 +36,9 @@ bench_command = typer.Typer(
 @bench_command.command("memory")
 def memory_command(
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the prompt; 8192 by default, which is 1 GiB.")
+        int | None, Option(min=1, help="Tokens of the prompt; 8192 by default, which is 1 GiB.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; 32 by default.")] = None,
+    layers: Annotated[int | None, Option(min=1, help="Layers of the model; 32 by default.")] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
     quick: Quick = False,
@@ -47,27 +46,22 @@ def memory_command(
     """Measure stores and retrieves in host memory, and compare them with memcpy of the same bytes."""
     from lmcache_async.bench import memory  # imports torch, which --help does not need
 
-    settings = _settings(memory.QUICK if quick else memory.Settings(), tokens=tokens, layers=layers)
-    _run(memory, memory.run, settings, json_file, rounds, quick)
+    _run(memory, memory.run, json_file, rounds, quick, tokens=tokens, layers=layers)
 
 
 @bench_command.command("disk")
 def disk_command(
     path: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Directory to write in; by default the one for temporary files.",
             file_okay=False,
             exists=True,
             writable=True,
         ),
     ] = None,
-    mib: Annotated[
-        int | None, typer.Option(min=1, help="MiB of each store and retrieve; 512 by default.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of concurrent records; 4 by default.")
-    ] = None,
+    mib: Annotated[int | None, Option(min=1, help="MiB of each store and retrieve; 512 by default.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="Number of concurrent records; 4 by default.")] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
     quick: Quick = False,
@@ -75,28 +69,25 @@ def disk_command(
     """Measure stores and retrieves on disk, and compare them with pwrite and preadv with O_DIRECT."""
     from lmcache_async.bench import disk  # imports torch, which --help does not need
 
-    base = disk.QUICK if quick else disk.Settings()
-    settings = _settings(base, path=None if path is None else str(path), mib=mib, threads=threads)
-    _run(disk, disk.run, settings, json_file, rounds, quick)
+    folder = None if path is None else str(path)
+    _run(disk, disk.run, json_file, rounds, quick, path=folder, mib=mib, threads=threads)
 
 
 @bench_command.command("tier")
 def tier_command(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="TIER",
             help="The id of a tier in --config; without it a URL such as valkey://host:6379, a tier as JSON, or a name.",
             autocompletion=complete_tiers,
         ),
     ],
-    config: Annotated[
-        Path | None, typer.Option(help="Config file of the engine.", exists=True, dir_okay=False)
-    ] = None,
-    mib: Annotated[int | None, typer.Option(min=1, help="MiB of each put and get; 256 by default.")] = None,
+    config: Config = None,
+    mib: Annotated[int | None, Option(min=1, help="MiB of each put and get; 256 by default.")] = None,
     connections: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of concurrent sockets or files of the raw limit; 4 by default."),
+        Option(min=1, help="Number of concurrent sockets or files of the raw limit; 4 by default."),
     ] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
@@ -108,47 +99,45 @@ def tier_command(
     """
     from lmcache_async.bench import tier  # imports torch, which --help does not need
 
-    made = tier.quick(name, config) if quick else tier.Settings(name, config)
-    settings = _settings(made, mib=mib, connections=connections)
+    text, stores = name, Stores(config)
+    if config is None and not name.lstrip().startswith("{"):
+        scheme, is_url, _ = name.partition("://")
+        text = json.dumps({"name": scheme, "url": name} if is_url else {"name": name})
     try:
-        spec, third_party = find_tier(name, config)
+        measure = partial(tier.run, stores.spec(text, "TIER"), third_party=stores.third_party)
     except LMCacheAsyncError as error:
         refuse(error)
-    measure = partial(tier.run, spec, third_party=third_party)
-    _run(tier, measure, settings, json_file, rounds, quick)
-
-
-def find_tier(name: str, config: Path | None) -> tuple[TierSpec, bool]:
-    """Return the tier of an argument, and whether third-party plug-ins may be loaded."""
-    if config is not None:
-        loaded = load_config(config)
-        return named_tier(name, config, loaded, "TIER"), loaded.plugins.third_party
-    if not name.lstrip().startswith("{"):
-        scheme, is_url, _ = name.partition("://")
-        name = json.dumps({"name": scheme, "url": name} if is_url else {"name": name})
-    return named_tier(name, None, None, "TIER"), True
-
-
-def _settings(base: Any, **given: Any) -> Any:
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+    _run(
+        tier,
+        measure,
+        json_file,
+        rounds,
+        quick,
+        tier=name,
+        config=config,
+        mib=mib,
+        connections=connections,
+    )
 
 
 def _run(
     benchmark: ModuleType,
     measure: Measure,
-    settings: Any,
     json_file: Path | None,
     rounds: int | None,
     quick: bool,
+    **given: Any,
 ) -> None:
+    """Run a benchmark with the given settings; None stands for the default."""
+    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = benchmark.Settings(**((benchmark.QUICK if quick else {}) | chosen))
     name = benchmark.__name__.rpartition(".")[2]
     try:
-        with progress(TimeElapsedColumn()) as bar:
-            task = bar.add_task(name, total=None)
+        with progress() as show:
             frame = Frame(
                 rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
                 quick=quick,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=lambda done, total: show(name, done, total, 0),
             )
             result = run(name, benchmark.SUMMARY, measure, settings, frame)
     except (LMCacheAsyncError, OSError) as error:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from typer import Argument, Option
 
 from lmcache_async.cli.options import KINDS, options_type, schema_of, shown
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
@@ -50,10 +51,10 @@ config_command = typer.Typer(
 )
 
 DaemonFlag = Annotated[
-    bool, typer.Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
+    bool, Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
 ]
 ExtraOption = Annotated[
-    str | None, typer.Option(metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file.")
+    str | None, Option(metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file.")
 ]
 
 
@@ -61,13 +62,13 @@ ExtraOption = Annotated[
 def show_command(
     file: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="FILE", help="A YAML file; by default the one that the environment names.", dir_okay=False
         ),
     ] = None,
     extra: ExtraOption = None,
     daemon: DaemonFlag = False,
-    changed: Annotated[bool, typer.Option("--changed", help="Omit defaults.")] = False,
+    changed: Annotated[bool, Option("--changed", help="Omit defaults.")] = False,
     as_json: JSONFlag = False,
 ) -> None:
     """Print every key with its value and source. Secrets are not shown."""
@@ -94,7 +95,7 @@ def show_command(
 
 @config_command.command("check")
 def check_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file.", dir_okay=False)],
+    file: Annotated[Path, Argument(metavar="FILE", help="A YAML file.", dir_okay=False)],
     extra: ExtraOption = None,
     daemon: DaemonFlag = False,
     as_json: JSONFlag = False,

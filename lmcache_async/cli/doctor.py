@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from lmcache_async.cli.checks import machine, versions
 from lmcache_async.cli.checks.probe import probe_tier, probe_timeout_s
@@ -34,14 +35,14 @@ Group = tuple[str, float, Callable[[], Iterable[Check]]]
 def doctor_command(
     config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Config file of the engine; by default the one that the environment names.", dir_okay=False
         ),
     ] = None,
     speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Measure disks by writing and reading a sample.")
+        bool, Option("--speed/--no-speed", help="Measure disks by writing and reading a sample.")
     ] = True,
-    sample: Annotated[str, typer.Option(help="Size of the sample.")] = "256MiB",
+    sample: Annotated[str, Option(help="Size of the sample.")] = "256MiB",
     as_json: JSONFlag = False,
 ) -> None:
     """Check the environment, the machine, the configuration and each of its tiers, and advise what to do.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, human, number
+from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.gc import Collection, collect
-from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
+from lmcache_async.maintenance.namespaces import Selection
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 
 WHY = {
     "unreadable": "header not readable",
@@ -33,7 +34,7 @@ def gc_command(
     namespace: shared.Namespaces = None,
     older_than: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="TIME",
             parser=shared.parse_duration,
             help="Delete records unused for this time, such as 12h or 7d.",
@@ -43,10 +44,10 @@ def gc_command(
         int | None, shared.size_option("Delete least recently used records until this size remains.")
     ] = None,
     unreadable: Annotated[
-        bool, typer.Option(help="Delete records of other versions, and files that are not records.")
+        bool, Option(help="Delete records of other versions, and files that are not records.")
     ] = True,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Delete quarantined files.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
+    quarantine: Annotated[bool, Option("--quarantine", help="Delete quarantined files.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only report what would be deleted.")] = False,
     in_flight: shared.Concurrency = 8,
     max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
     as_json: JSONFlag = False,
@@ -56,22 +57,23 @@ def gc_command(
     Conditions are combined: --namespace with --older-than deletes the old records of that namespace. Suffixes of
     prompts are deleted before their prefixes.
     """
-    spec = StoreSpec(target, config, tier, rank, in_flight, max_record_bytes)
-    call = partial(
-        collect,
-        selection=shared.selection_of(namespace),
-        used_before=None if older_than is None else time.time_ns() - int(older_than * 1e9),
-        max_bytes=max_bytes,
-        unreadable=unreadable,
-        quarantine=quarantine,
-        dry_run=dry_run,
-    )
-    shared.run(
-        shared.on_store(spec, call, change=not dry_run),
-        _lines,
-        as_json=as_json,
-        passed=lambda found: not found.errors,
-    )
+    stores = Stores(config, rank, in_flight, max_record_bytes)
+
+    async def work(show: Progress) -> Collection:
+        selection = Selection(tuple(namespace or ()))
+        async with stores.open(target, tier, change=not dry_run) as store:
+            return await collect(
+                store,
+                show,
+                selection=selection,
+                used_before=None if older_than is None else time.time_ns() - int(older_than * 1e9),
+                max_bytes=max_bytes,
+                unreadable=unreadable,
+                quarantine=quarantine,
+                dry_run=dry_run,
+            )
+
+    shared.run(work, _lines, as_json=as_json, passed=lambda found: not found.errors)
 
 
 def _lines(found: Collection) -> Iterator[str]:

@@ -13,23 +13,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, counted, human, number, plain
-from lmcache_async.errors import TierError
+from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.inspection import Inspection, describe, inspect
-from lmcache_async.maintenance.record import ERROR, GONE, examine
-from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec
-from lmcache_async.tiers.offline import OfflineStore, StoredRecord
+from lmcache_async.maintenance.namespaces import Selection
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 
 def inspect_command(
     target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier."),
+        str | None, Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
     ] = None,
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key of one record, in hex.")] = None,
+    key: Annotated[str | None, Argument(metavar="KEY", help="Key of one record, in hex.")] = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
     rank: shared.Rank = None,
@@ -44,15 +43,26 @@ def inspect_command(
     """
     if tier is not None and key is None:
         target, key = None, target
+    stores = Stores(config, rank, in_flight, max_record_bytes)
     path = None if target is None else Path(target)
-    spec = StoreSpec(path, config, tier, rank, in_flight, max_record_bytes)
-    selection = shared.selection_of(namespace)
+
+    async def all_records(show: Progress) -> Inspection:
+        selection = Selection(tuple(namespace or ()))
+        async with stores.open(path, tier) as store:
+            return await inspect(store, show, selection=selection)
+
     if key is None:
-        work = shared.on_store(spec, lambda store, meter: inspect(store, meter, selection=selection))
-        shared.run(work, _lines, as_json=as_json, passed=lambda found: not (found.unreadable or found.errors))
+        shared.run(
+            all_records, _lines, as_json=as_json, passed=lambda found: not (found.unreadable or found.errors)
+        )
     parsed = _key_of(key)
+
+    async def one_record(_: Progress) -> dict[str, Any]:
+        async with stores.open(path, tier) as store:
+            return await describe(store, parsed)
+
     shared.run(
-        shared.on_store(spec, lambda store, _: _one(store, parsed)),
+        one_record,
         lambda record: (f"{name}: {value}" for name, value in record.items() if value is not None),
         as_json=as_json,
         passed=lambda record: not record["unreadable"],
@@ -67,16 +77,6 @@ def _key_of(text: str) -> ChunkKey:
     if len(key) != KEY_BYTES:
         raise typer.BadParameter(f"{text}: expected a key of {2 * KEY_BYTES} hex digits")
     return ChunkKey(key)
-
-
-async def _one(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
-    stored = StoredRecord(key)
-    if store.knows_use:  # the listing has the size and the time of use
-        stored = next((one for one in await store.list() if one.key == key), stored)
-    info = await examine(store, stored, header_only=True)
-    if info.cause in {GONE, ERROR}:
-        raise TierError(info.message or f"{store.name} has no record {key.hex()}")
-    return describe(info, time.time_ns())
 
 
 def _lines(found: Inspection) -> Iterator[str]:

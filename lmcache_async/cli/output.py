@@ -1,20 +1,24 @@
-"""Output of the commands: results on stdout, errors on stderr, and exit codes."""
+"""Output of the commands: results on stdout, errors and progress on stderr, and exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
 
 PASSED, PROBLEM, USAGE, IN_USE, STOPPED = 0, 1, 2, 3, 130
 """Exit codes: success; the command found a problem; it could not run; in use by another process; Ctrl-C."""
 
-JSONFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+JSONFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 
 
 def plain(text: object) -> str:
@@ -47,11 +51,25 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
     raise typer.Exit(code) from None
 
 
-def progress(*columns: ProgressColumn) -> Progress:
-    """Return a progress bar on stderr, which is cleared at the end. Without a terminal there is none."""
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int, int, int], None]]:
+    """Yield a function that shows the progress of items: their kind, number done, number of all, and bytes.
+
+    The progress bar is on stderr and cleared at the end. Without a terminal there is none.
+    """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[size]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, size="")
+        yield lambda what, done, total, nbytes: bar.update(
+            task, description=what, completed=done, total=total, size=decimal(nbytes) if nbytes else ""
+        )
 
 
 def human(nbytes: float) -> str:

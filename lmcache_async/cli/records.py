@@ -1,8 +1,7 @@
-"""Shared options, progress bar and output of the commands on records."""
+"""Shared options and output of the commands on records."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 import uvloop
-from rich.filesize import decimal
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
 
 from lmcache_async.cli.output import (
     IN_USE,
@@ -27,11 +25,9 @@ from lmcache_async.cli.output import (
 )
 from lmcache_async.config import format_size, parse_size
 from lmcache_async.errors import LMCacheAsyncError, TierInUseError
-from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.copy import CopyCounts
-from lmcache_async.maintenance.namespaces import Selection
-from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec, open_store
-from lmcache_async.tiers.offline import OfflineStore
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES
 
 ReportT = TypeVar("ReportT")
 
@@ -58,23 +54,23 @@ def size_option(help: str, **options: Any) -> Any:
         except ValueError as error:
             raise typer.BadParameter(f"{text}: {error}") from None
 
-    return typer.Option(metavar="SIZE", parser=parse, help=help, **options)
+    return Option(metavar="SIZE", parser=parse, help=help, **options)
 
 
 Directory = Annotated[
-    Path | None, typer.Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
+    Path | None, Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
 ]
-Config = Annotated[Path | None, typer.Option(help="Config file of the engine.", dir_okay=False, exists=True)]
-Tier = Annotated[str | None, typer.Option(help="The id of a tier in --config, or a tier as JSON.")]
-Rank = Annotated[int | None, typer.Option(min=0, help="Rank whose directory is used, if there are several.")]
+Config = Annotated[Path | None, Option(help="Config file of the engine.", dir_okay=False, exists=True)]
+Tier = Annotated[str | None, Option(help="The id of a tier in --config, or a tier as JSON.")]
+Rank = Annotated[int | None, Option(min=0, help="Rank whose directory is used, if there are several.")]
 Namespaces = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--namespace",
         help="Only records of this namespace: the start of its id, FIELD=VALUE, or `encrypted`. May be repeated.",
     ),
 ]
-Concurrency = Annotated[int, typer.Option(min=1, max=64, help="Number of concurrent records.")]
+Concurrency = Annotated[int, Option(min=1, max=64, help="Number of concurrent records.")]
 RecordSize = Annotated[
     int,
     size_option("Memory for a record that is read as a whole.", show_default=format_size(MAX_RECORD_BYTES)),
@@ -83,34 +79,8 @@ Rate = Annotated[int | None, size_option("Maximum bytes per second, such as 100M
 MaxCopied = Annotated[int | None, size_option("Maximum bytes to copy.")]
 
 
-def selection_of(patterns: list[str] | None) -> Selection:
-    try:
-        return Selection(tuple(patterns or ()))
-    except LMCacheAsyncError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-class Bar(Meter):
-    """Shows the progress of a run in a progress bar."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._bytes = 0
-
-    def begin(self, what: str, count: int) -> None:
-        for task in self._progress.task_ids:
-            self._progress.remove_task(task)
-        self._progress.add_task(what, total=count, size="")
-        self._bytes = 0
-
-    def advance(self, nbytes: int, count: int = 1) -> None:
-        self._bytes += nbytes
-        for task in self._progress.task_ids:
-            self._progress.update(task, advance=count, size=decimal(self._bytes) if self._bytes else "")
-
-
 def run(
-    work: Callable[[Meter], Coroutine[Any, Any, ReportT]],
+    work: Callable[[Progress], Coroutine[Any, Any, ReportT]],
     lines: Callable[[ReportT], Iterator[str]],
     *,
     as_json: bool,
@@ -121,11 +91,8 @@ def run(
     The exit code is 0 if the report has passed, else 1. An expected error ends the command with its message.
     """
     try:
-        with (
-            progress(TextColumn("{task.fields[size]}"), TimeRemainingColumn()) as bar,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            report = runner.run(work(Bar(bar)))
+        with progress() as show:
+            report = uvloop.run(work(show))
     except KeyboardInterrupt:
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
     except TierInUseError as error:
@@ -138,21 +105,6 @@ def run(
         for line in lines(report):
             say(line)
     raise typer.Exit(PASSED if passed(report) else PROBLEM)
-
-
-def on_store(
-    spec: StoreSpec,
-    call: Callable[[OfflineStore, Meter], Coroutine[Any, Any, ReportT]],
-    *,
-    change: bool = False,
-) -> Callable[[Meter], Coroutine[Any, Any, ReportT]]:
-    """Return work that opens the store and calls `call` with it."""
-
-    async def work(meter: Meter) -> ReportT:
-        async with open_store(spec, change=change) as store:
-            return await call(store, meter)
-
-    return work
 
 
 def not_copied(counts: CopyCounts) -> Iterator[str]:

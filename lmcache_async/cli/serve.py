@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from typer import Option
 
 from lmcache_async.cli.output import refuse, say
 from lmcache_async.config import format_size
@@ -21,17 +22,16 @@ from lmcache_async.errors import LMCacheAsyncError
 
 def serve_command(
     socket: Annotated[
-        Path | None,
-        typer.Option(help="Path of the socket; by default in the runtime directory of this user."),
+        Path | None, Option(help="Path of the socket; by default in the runtime directory of this user.")
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option(help="Size of the pool in shared memory, such as 20GiB; required here or in the file."),
+        Option(help="Size of the pool in shared memory, such as 20GiB; required here or in the file."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with these and further options.", dir_okay=False)
+        Path | None, Option(help="YAML file with these and further options.", dir_okay=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.
 
@@ -40,8 +40,7 @@ def serve_command(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         options = load_daemon_config(config, {"socket": socket, "max_bytes": max_bytes})
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(options, as_json=as_json))
+        uvloop.run(_serve(options, as_json=as_json))
     except LMCacheAsyncError as error:
         refuse(error)
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer import Argument
 
 from lmcache_async.cli.options import KINDS, Option, options_of, options_type
 from lmcache_async.cli.output import JSONFlag, print_json, refuse, say
@@ -47,7 +47,7 @@ def complete_tiers(incomplete: str) -> list[str]:
 def tiers_command(
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="A tier, layer or stage to describe in detail.",
             autocompletion=complete_tiers,

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, human, number
-from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, StoreSpec, open_keys
+from lmcache_async.maintenance.concurrency import Progress
+from lmcache_async.maintenance.namespaces import Selection
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 from lmcache_async.maintenance.verification import Remedy, Verification, verify
-from lmcache_async.tiers.offline import OfflineStore
 
 
 def verify_command(
@@ -22,9 +23,9 @@ def verify_command(
     tier: shared.Tier = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete damaged records.")] = False,
+    remove: Annotated[bool, Option("--remove", help="Delete damaged records.")] = False,
     quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="Move damaged records to the quarantine.")
+        bool, Option("--quarantine", help="Move damaged records to the quarantine.")
     ] = False,
     limit_rate: shared.Rate = None,
     in_flight: shared.Concurrency = 8,
@@ -38,17 +39,18 @@ def verify_command(
     if remove and quarantine:
         raise typer.BadParameter("--remove and --quarantine exclude each other")
     remedy: Remedy | None = "remove" if remove else "quarantine" if quarantine else None
-    spec = StoreSpec(target, config, tier, rank, in_flight, max_record_bytes)
-    selection = shared.selection_of(namespace)
+    stores = Stores(config, rank, in_flight, max_record_bytes)
 
-    async def work(store: OfflineStore, meter: Meter) -> Verification:
-        cipher, _ = open_keys(spec.loaded)
-        return await verify(
-            store, meter, selection=selection, remedy=remedy, max_bytes_per_s=limit_rate, cipher=cipher
-        )
+    async def work(show: Progress) -> Verification:
+        selection = Selection(tuple(namespace or ()))
+        async with stores.open(target, tier, change=remedy is not None) as store:
+            cipher, _ = stores.keys()
+            return await verify(
+                store, show, selection=selection, remedy=remedy, max_bytes_per_s=limit_rate, cipher=cipher
+            )
 
     shared.run(
-        shared.on_store(spec, work, change=remedy is not None),
+        work,
         partial(_lines, remedy),
         as_json=as_json,
         passed=lambda found: not (found.wrong or found.errors),

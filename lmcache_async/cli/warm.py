@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, counted, human, number
 from lmcache_async.errors import ConfigError
-from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.concurrency import Progress
+from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.prompts import read_prompts, tokenizer_of
-from lmcache_async.maintenance.stores import (
-    MAX_RECORD_BYTES,
-    StoreSpec,
-    open_keys,
-    open_store,
-    reachable_tiers,
-)
+from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 from lmcache_async.maintenance.warmup import Warmup, warm
 
 if TYPE_CHECKING:
@@ -32,35 +28,35 @@ def warm_command(
     config: shared.Config = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts, as JSON lines: token ids or text.", dir_okay=False, exists=True),
+        Option(help="File of prompts, as JSON lines: token ids or text.", dir_okay=False, exists=True),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Log of requests with their prompts; the most frequent ones are copied first.",
             dir_okay=False,
             exists=True,
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json, its directory, or a model's name; required for text.")
+        str | None, Option(help="tokenizer.json, its directory, or a model's name; required for text.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="The id of the tier to copy from; by default the slowest.")
+        str | None, Option("--from", help="The id of the tier to copy from; by default the slowest.")
     ] = None,
     to: Annotated[
         list[str] | None,
-        typer.Option(help="The id of a tier to copy to; by default all faster ones. May be repeated."),
+        Option(help="The id of a tier to copy to; by default all faster ones. May be repeated."),
     ] = None,
     rank: shared.Rank = None,
     namespace: shared.Namespaces = None,
     max_bytes: shared.MaxCopied = None,
     url: Annotated[
-        str | None, typer.Option(help="Instead request one token for each prompt from this vLLM server.")
+        str | None, Option(help="Instead request one token for each prompt from this vLLM server.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model of the server; by default its first one.")] = None,
+    model: Annotated[str | None, Option(help="Model of the server; by default its first one.")] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Maximum time of one request to the server, in seconds.")
+        float, Option(min=1, help="Maximum time of one request to the server, in seconds.")
     ] = 600,
     in_flight: shared.Concurrency = 4,
     max_record_bytes: shared.RecordSize = MAX_RECORD_BYTES,
@@ -80,24 +76,22 @@ def warm_command(
             raise typer.BadParameter("--url excludes --config, --from and --to")
         from lmcache_async.maintenance.server import warm_server  # httpx is needed for this only
 
-        async def send(meter: Meter) -> Requests:
-            return await warm_server(url, read(), meter, model=model, in_flight=in_flight, timeout_s=timeout)
+        async def ask(show: Progress) -> Requests:
+            texts = [prompt for prompt, _ in read()]
+            return await warm_server(url, texts, show, model=model, in_flight=in_flight, timeout_s=timeout)
 
-        shared.run(send, _sent_lines, as_json=as_json, passed=lambda sent: not sent.refused)
-    selection = shared.selection_of(namespace)
-    spec = StoreSpec(None, config, None, rank, in_flight, max_record_bytes)
+        shared.run(ask, _sent_lines, as_json=as_json, passed=lambda sent: not sent.refused)
+    stores = Stores(config, rank, in_flight, max_record_bytes)
 
-    async def work(meter: Meter) -> Warmup:
-        loaded = spec.loaded
-        if loaded is None:
-            raise ConfigError("give the engine's config file with --config, or a server with --url")
-        cipher, hash_key = open_keys(loaded)
-        slow, fast = _choose(reachable_tiers(loaded), source, to or [])
+    async def work(show: Progress) -> Warmup:
+        selection = Selection(tuple(namespace or ()))
+        slow, fast = _choose(stores.reachable(), source, to or [])
+        cipher, hash_key = stores.keys()
         encode = None if tokenizer is None else tokenizer_of(tokenizer)
         async with contextlib.AsyncExitStack() as stack:
             opened, *targets = [
                 await stack.enter_async_context(
-                    open_store(spec.placed(None, tier), change=tier != slow, create=tier != slow)
+                    stores.open(None, tier, change=tier != slow, create=tier != slow)
                 )
                 for tier in (slow, *fast)
             ]
@@ -105,7 +99,7 @@ def warm_command(
                 opened,
                 targets,
                 read(),
-                meter,
+                show,
                 selection=selection,
                 by_use=trace is not None,
                 max_bytes=max_bytes,

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
+Progress: TypeAlias = Callable[[str, int, int, int], None]
+"""Receives the kind of the items, the number of those done, the number of all, and the bytes of those done."""
 
-class Meter:
-    """Receiver of the progress of a run. The base class ignores it."""
 
-    def begin(self, what: str, count: int) -> None:
-        """Start a run over `count` items."""
-
-    def advance(self, nbytes: int, count: int = 1) -> None:
-        """Report items that are done, and their bytes."""
+def no_progress(*_: object) -> None:
+    """Ignore the progress of a run."""
 
 
 async def for_each(
     what: str,
     items: Sequence[T],
     work: Callable[[T], Awaitable[int]],
-    meter: Meter,
+    progress: Progress,
     *,
     in_flight: int,
     max_bytes_per_s: int | None = None,
@@ -36,18 +33,20 @@ async def for_each(
     left = iter(items)
     loop = asyncio.get_running_loop()
     due = 0.0
+    done = done_bytes = 0
 
     async def worker() -> None:
-        nonlocal due
+        nonlocal due, done, done_bytes
         for item in left:
             nbytes = await work(item)
-            meter.advance(nbytes)
+            done, done_bytes = done + 1, done_bytes + nbytes
+            progress(what, done, len(items), done_bytes)
             if max_bytes_per_s is not None:
                 now = loop.time()
                 due = max(due, now - 1) + nbytes / max_bytes_per_s
                 await asyncio.sleep(max(0.0, due - now))
 
-    meter.begin(what, len(items))
+    progress(what, 0, len(items), 0)
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(in_flight, len(items))):

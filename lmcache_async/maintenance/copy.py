@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
 from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, check, examine
 from lmcache_async.memory.buffer import Buffer
@@ -53,7 +54,7 @@ class CopyReport(CopyCounts):
 async def copy(
     source: OfflineStore,
     destination: OfflineStore | str,
-    meter: Meter,
+    progress: Progress = no_progress,
     *,
     selection: Selection = EVERYTHING,
     max_bytes: int | None = None,
@@ -84,7 +85,7 @@ async def copy(
         max_bytes_per_s=max_bytes_per_s,
         dry_run=dry_run,
     )
-    await copier.run(newest_first, destinations, meter)
+    await copier.run(newest_first, destinations, progress)
     report.records = copier.planned if dry_run else copier.copied[name]
     report.there = copier.there[name]
     report.complete = not (dry_run or report.refused or report.skipped)
@@ -111,7 +112,7 @@ class Copier:
     _ended: bool = False
 
     async def run(
-        self, records: Sequence[StoredRecord], destinations: Sequence[OfflineStore], meter: Meter
+        self, records: Sequence[StoredRecord], destinations: Sequence[OfflineStore], progress: Progress
     ) -> None:
         """Copy the records, the most useful first.
 
@@ -141,7 +142,7 @@ class Copier:
                     "records",
                     wanted,
                     work,
-                    meter,
+                    progress,
                     in_flight=self.source.in_flight,
                     max_bytes_per_s=self.max_bytes_per_s,
                 )
@@ -225,7 +226,9 @@ class Copier:
             return False
         with buffer:
             # A tier writes from memory that was bound to it.
-            await in_thread(workers, functools.partial(_fill, buffer.view, record.view))
+            await in_thread(
+                workers, functools.partial(operator.setitem, buffer.view, slice(None), record.view)
+            )
             try:
                 await destination.write(stored.key, buffer, stored.used_ns)
             except TierUnavailableError:
@@ -238,7 +241,3 @@ class Copier:
                 return False
         self.copied[destination.name] += 1
         return True
-
-
-def _fill(view: memoryview, record: memoryview) -> None:
-    view[:] = record

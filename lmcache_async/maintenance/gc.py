@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
 from lmcache_async.maintenance.record import ERROR, RecordInfo, read_headers
 from lmcache_async.tiers.offline import LeftoverFile, OfflineStore, StoredRecord
@@ -62,7 +62,7 @@ def choose(
 
 async def collect(
     store: OfflineStore,
-    meter: Meter,
+    progress: Progress = no_progress,
     *,
     selection: Selection = EVERYTHING,
     used_before: int | None = None,
@@ -94,7 +94,7 @@ async def collect(
             selected.append(info.stored)
 
     if selection.patterns or unreadable:
-        await read_headers(store, records, sort_in, meter)
+        await read_headers(store, records, sort_in, progress)
     else:
         selected += records
     chosen: dict[str, Sequence[StoredRecord]] = {"unreadable": illegible} if unreadable else {}
@@ -111,28 +111,21 @@ async def collect(
     report.records, report.files = _sums(victims), _sums(files)
     report.to_free_bytes = _bytes(going) + _bytes(leftovers)
     report.kept_records, report.kept_bytes = len(records) - len(going), _bytes(records) - _bytes(going)
-    if not dry_run:
-        await _delete(store, going, leftovers, report, meter)
-    return report
+    if dry_run:
+        return report
 
-
-async def _delete(
-    store: OfflineStore,
-    records: Sequence[StoredRecord],
-    files: Sequence[LeftoverFile],
-    report: Collection,
-    meter: Meter,
-) -> None:
-    meter.begin("records", len(records))
-    for start in range(0, len(records), _BATCH):
-        batch = records[start : start + _BATCH]
+    async def remove(batch: Sequence[StoredRecord]) -> int:
         await store.remove([one.key for one in batch])
         report.freed_records += len(batch)
         report.freed_bytes += _bytes(batch)
-        meter.advance(_bytes(batch), len(batch))
-    await store.delete_files(files)
-    report.freed_bytes += _bytes(files)
+        return _bytes(batch)
+
+    batches = [going[start : start + _BATCH] for start in range(0, len(going), _BATCH)]
+    await for_each("batches of records", batches, remove, progress, in_flight=1)
+    await store.delete_files(leftovers)
+    report.freed_bytes += _bytes(leftovers)
     await store.sync()
+    return report
 
 
 def _sums(parts: Mapping[str, Sequence[StoredRecord | LeftoverFile]]) -> dict[str, dict[str, int]]:

@@ -3,96 +3,82 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import ssl
-from typing import Any, Self
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import ConfigError, TierUnavailableError
 
 MAX_BYTES = 16 << 20
 """Maximum size of a response. A longer one is cut off."""
 
 
-class RequestError(TierUnavailableError):
-    """A request has no usable response. A repetition of a `permanent` one would fail too."""
-
-    def __init__(self, text: str, *, permanent: bool = False) -> None:
-        super().__init__(text)
-        self.permanent = permanent
-
-
-def parse_address(text: str) -> SplitResult:
-    """Parse the address of a server, with or without `http://`."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    host = parts.hostname or ""
-    host.encode("idna")  # or the lookup of the name would fail in it
-    if parts.scheme not in {"http", "https"} or not host or " " in parts.netloc or parts.port == 0:
-        raise ValueError(text)
-    return parts
+def parse_address(text: str, message: str) -> SplitResult:
+    """Parse the address of a server, with or without `http://`. An invalid one is a ConfigError with this message."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        host = parts.hostname or ""
+        host.encode("idna")  # or the lookup of the name would fail in it
+        if parts.scheme in {"http", "https"} and host and " " not in parts.netloc and parts.port != 0:
+            return parts
+    raise ConfigError(message)
 
 
-class JSONClient:
-    """A connection pool to one server, as an async context. Proxies of the environment are not used.
+def open_client(token: str, token_name: str) -> httpx.AsyncClient:
+    """Return a connection pool that sends the token, as an async context. Proxies of the environment are not used."""
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{token_name} contains characters that a key cannot have, such as a line break")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
 
-    `timeout_s` limits a request up to the last byte of its response. `hint` is advice for an unreachable server.
+
+async def request_json(
+    client: httpx.AsyncClient, method: str, url: str, body: Any = None, *, timeout_s: float, hint: str
+) -> tuple[int, Any]:
+    """Return the status code and the decoded response; its first characters if it is not JSON.
+
+    `timeout_s` limits the time up to the last byte. `hint` is advice for an unreachable server. Raises
+    TierUnavailableError if the server may answer later, otherwise ConfigError.
     """
-
-    def __init__(self, base: str, *, token: str, timeout_s: float, hint: str) -> None:
-        if not (token.isascii() and token.isprintable()):
-            raise ValueError("the token contains invalid characters")
-        self._base = base
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._timeout_s = timeout_s
-        self._hint = hint
-
-    async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._client.aclose()
-
-    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Return the status code and the decoded response; its first characters if it is not JSON."""
-        url, data = self._base + path, bytearray()
-        content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream(method, url, content=content, headers=headers) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    data += part
-                    if len(data) > MAX_BYTES:
-                        break
-        except TimeoutError:
-            raise RequestError(f"{url}: no answer in {self._timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._explained(url, error) from error
-        try:
-            return response.status_code, json.loads(data)
-        except (ValueError, RecursionError):
-            return response.status_code, data[:500].decode("utf-8", "replace")
-
-    def _explained(self, url: str, error: Exception) -> RequestError:
-        cause: BaseException = error
-        while inner := (
-            cause.exceptions[0]
-            if isinstance(cause, BaseExceptionGroup)
-            else cause.__cause__ or cause.__context__
+    data = bytearray()
+    content = None if body is None else json.dumps(body)  # in ASCII, also for text that has no UTF-8 form
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            client.stream(method, url, content=content, headers=headers) as response,
         ):
-            cause = inner
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
-            return RequestError(f"{url}: {text}", permanent=True)
-        is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
-        if is_protocol_error and "disconnected" not in str(error):
-            return RequestError(f"{url}: the server does not speak HTTP: {error!r}", permanent=True)
-        number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
-        why = os.strerror(number) if number and number > 0 else cause
-        return RequestError(f"no server answers at {url}: {why}; {self._hint}")
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > MAX_BYTES:
+                    break
+    except TimeoutError:
+        raise TierUnavailableError(f"{url}: no answer in {timeout_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _explained(url, error, hint) from error
+    try:
+        return response.status_code, json.loads(data)
+    except (ValueError, RecursionError):
+        return response.status_code, data[:500].decode("utf-8", "replace")
+
+
+def _explained(url: str, error: Exception, hint: str) -> ConfigError | TierUnavailableError:
+    cause: BaseException = error
+    while inner := (
+        cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__ or cause.__context__
+    ):
+        cause = inner
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
+        return ConfigError(f"{url}: {text}")
+    is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
+    if is_protocol_error and "disconnected" not in str(error):
+        return ConfigError(f"{url}: the server does not speak HTTP: {error!r}")
+    number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
+    why = os.strerror(number) if number and number > 0 else cause
+    return TierUnavailableError(f"no server answers at {url}: {why}; {hint}")

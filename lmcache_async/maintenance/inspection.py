@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.errors import TierError
+from lmcache_async.maintenance.concurrency import Progress, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of, namespace_id, title_of
-from lmcache_async.maintenance.record import ERROR, GONE, RecordInfo, read_headers
-from lmcache_async.tiers.offline import OfflineStore
+from lmcache_async.maintenance.record import ERROR, GONE, RecordInfo, examine, read_headers
+from lmcache_async.tiers.offline import OfflineStore, StoredRecord
+from lmcache_async.types import ChunkKey
 
 MAX_REQUEST_NAMESPACES = 10_000
 """Limit of the counted request namespaces. Each tenant and adapter has one."""
@@ -79,7 +82,9 @@ class Inspection:
     namespaces: list[dict[str, Any]] = field(default_factory=list)
 
 
-async def inspect(store: OfflineStore, meter: Meter, *, selection: Selection = EVERYTHING) -> Inspection:
+async def inspect(
+    store: OfflineStore, progress: Progress = no_progress, *, selection: Selection = EVERYTHING
+) -> Inspection:
     """Read the header of every record."""
     report = Inspection(store.name, store.holder or None)
     groups: dict[str, Group] = {}
@@ -97,7 +102,7 @@ async def inspect(store: OfflineStore, meter: Meter, *, selection: Selection = E
         else:
             groups.setdefault(info.namespace, Group(info.namespace)).add(info)
 
-    await read_headers(store, await store.list(), add, meter)
+    await read_headers(store, await store.list(), add, progress)
     in_order = sorted(groups.values(), key=lambda group: (-group.bytes, group.text))
     report.records = sum(group.records for group in in_order) + report.unreadable.total()
     report.bytes = sum(group.bytes for group in in_order) + report.unreadable_bytes
@@ -106,15 +111,25 @@ async def inspect(store: OfflineStore, meter: Meter, *, selection: Selection = E
     return report
 
 
-def describe(info: RecordInfo, now_ns: int) -> dict[str, Any]:
-    """Return everything about one record except its payload."""
+async def describe(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
+    """Return everything about one record except its payload.
+
+    Raises:
+        TierError: There is no such record, or it cannot be read.
+    """
+    stored = StoredRecord(key)
+    if store.knows_use:  # the listing has the size and the time of use
+        stored = next((one for one in await store.list() if one.key == key), stored)
+    info = await examine(store, stored, header_only=True)
+    if info.cause in {GONE, ERROR}:
+        raise TierError(info.message or f"{store.name} has no record {key.hex()}")
     header = info.header
     described: dict[str, Any] = {
-        "key": info.stored.key.hex(),
-        "file_bytes": info.stored.nbytes or None,
+        "key": key.hex(),
+        "file_bytes": stored.nbytes or None,
         "record_bytes": info.record_bytes or None,
-        "used_ns": info.stored.used_ns or None,
-        "used_s_ago": (now_ns - info.stored.used_ns) / 1e9 if info.stored.used_ns else None,
+        "used_ns": stored.used_ns or None,
+        "used_s_ago": (time.time_ns() - stored.used_ns) / 1e9 if stored.used_ns else None,
         "encrypted_with_key": info.key_id or None,
         "unreadable": info.cause or None,
         "message": info.message or None,

@@ -8,15 +8,12 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lmcache_async.errors import ConfigError, MissingDependencyError
-from lmcache_async.hashing import as_tokens
-from lmcache_async.types import Tokens
 
 _IDS = ("prompt_token_ids", "token_ids", "tokens", "prompt")
 _TEXTS = ("prompt", "text")
@@ -24,36 +21,22 @@ _HASHES = ("hash_ids", "block_hashes")
 MAX_BYTES = 4 << 30
 """Maximum size of a file, decompressed. A longer file is not a list of prompts."""
 
-Encode = Callable[[str], Sequence[int]]
+Encode: TypeAlias = Callable[[str], Sequence[int]]
+Prompt: TypeAlias = str | bytes
+"""A prompt as text, or as token ids of 32 bits each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, as token ids or (with None) as text, and the number of its occurrences in the file."""
-
-    tokens: Tokens | None
-    text: str
-    times: int = 1
-
-
-def read_prompts(path: Path, *, by_use: bool) -> list[Prompt]:
-    """Return the distinct prompts of the file.
+def read_prompts(path: Path, *, by_use: bool) -> list[tuple[Prompt, int]]:
+    """Return the distinct prompts of the file, each with the number of its occurrences.
 
     Each line is JSON: a list of token ids, a text, or an object with either, as in request logs. A document
     with `requests`, which may be nested, is a trace of sessions. Files with the suffix .gz are decompressed. With
     `by_use`, the most frequent prompts come first; otherwise they are in the order of the file.
     """
-    counts: Counter[tuple[bytes | None, str]] = Counter()
-    for where, row in _rows(path):
-        tokens, text = _prompt_of(row, where)
-        counts[None if tokens is None else tokens.tobytes(), text] += 1
-    found = counts.most_common() if by_use else counts.items()
+    counts = Counter(_prompt_of(row, where) for where, row in _rows(path))
     if not counts:
         raise ConfigError(f"{path} has no prompts")
-    return [
-        Prompt(None if ids is None else np.frombuffer(ids, dtype=np.int32), text, times)
-        for (ids, text), times in found
-    ]
+    return counts.most_common() if by_use else list(counts.items())
 
 
 def tokenizer_of(name: str) -> Encode:
@@ -118,16 +101,16 @@ def _nested(document: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
             yield place, request
 
 
-def _prompt_of(row: Any, where: str) -> tuple[Tokens | None, str]:
+def _prompt_of(row: Any, where: str) -> Prompt:
     if isinstance(row, str):
-        return None, row
+        return row
     if isinstance(row, dict):
         for name in _IDS:
             if isinstance(row.get(name), list):
-                return _ids(row[name], f"{where}: {name}"), ""
+                return _ids(row[name], f"{where}: {name}")
         for name in _TEXTS:
             if isinstance(row.get(name), str):
-                return None, row[name]
+                return str(row[name])
         if any(name in row for name in _HASHES):
             raise ConfigError(
                 f"{where}: a trace of block hashes has no tokens, and its hashes are not the keys of records: use a"
@@ -136,11 +119,11 @@ def _prompt_of(row: Any, where: str) -> tuple[Tokens | None, str]:
         raise ConfigError(
             f"{where}: expected one of {', '.join(dict.fromkeys((*_IDS, *_TEXTS)))}; found {sorted(row)}"
         )
-    return _ids(row, where), ""
+    return _ids(row, where)
 
 
-def _ids(value: Any, where: str) -> Tokens:
+def _ids(value: Any, where: str) -> bytes:
     whole = isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
     if not whole or not value:
         raise ConfigError(f"{where}: expected token ids, such as [1, 15043, 29892]")
-    return as_tokens(value)
+    return np.array(value, dtype=np.int32).tobytes()

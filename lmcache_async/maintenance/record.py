@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.concurrency import Progress, for_each
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, encrypted_text, fields_of
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import RecordCipher, envelope_key_id, is_encrypted
@@ -75,7 +75,10 @@ async def examine(
 
 
 async def read_headers(
-    store: OfflineStore, records: Sequence[StoredRecord], visit: Callable[[RecordInfo], None], meter: Meter
+    store: OfflineStore,
+    records: Sequence[StoredRecord],
+    visit: Callable[[RecordInfo], None],
+    progress: Progress,
 ) -> None:
     """Call `visit` with the header of each record, in no order."""
 
@@ -83,7 +86,7 @@ async def read_headers(
         visit(await examine(store, stored, header_only=True))
         return 0
 
-    await for_each("headers", records, work, meter, in_flight=store.in_flight)
+    await for_each("headers", records, work, progress, in_flight=store.in_flight)
 
 
 def check(

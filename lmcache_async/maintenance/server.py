@@ -6,12 +6,15 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
+
 from lmcache_async.errors import ConfigError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, for_each
-from lmcache_async.maintenance.http import JSONClient, parse_address
+from lmcache_async.maintenance.concurrency import Progress, for_each
+from lmcache_async.maintenance.http import open_client, parse_address, request_json
 from lmcache_async.maintenance.prompts import Prompt
 
 API_KEY = "VLLM_API_KEY"
@@ -50,48 +53,39 @@ def _count(answer: Any, *path: str) -> int | None:
 
 
 async def warm_server(
-    url: str, prompts: Sequence[Prompt], meter: Meter, *, model: str | None, in_flight: int, timeout_s: float
+    url: str,
+    prompts: Sequence[Prompt],
+    progress: Progress,
+    *,
+    model: str | None,
+    in_flight: int,
+    timeout_s: float,
 ) -> Requests:
     """Send each prompt with `max_tokens` 1.
 
     The server loads the prefix that a tier has, and computes and stores the rest. By default the server's first
     model is used.
     """
-    base = _base_url(url)
-    try:
-        client = JSONClient(
-            base, token=os.environ.get(API_KEY, ""), timeout_s=timeout_s, hint="is vLLM running there?"
-        )
-    except ValueError:
-        raise ConfigError(
-            f"{API_KEY} contains characters that a key cannot have, such as a line break"
-        ) from None
-    async with client:
-        report = Requests(url, model or await _first_model(client, base))
+    advice = f"--url {url}: expected the address of a vLLM server, such as http://localhost:8000"
+    parts = parse_address(url.rstrip("/"), advice)
+    if parts.query or parts.fragment:
+        raise ConfigError(advice)
+    base = parts.geturl().removesuffix("/v1")
+    async with open_client(os.environ.get(API_KEY, ""), API_KEY) as client:
+        ask = partial(request_json, client, timeout_s=timeout_s, hint="is vLLM running there?")
+        report = Requests(url, model or _first_model(base, *await ask("GET", f"{base}/v1/models")))
 
         async def work(prompt: Prompt) -> int:
-            text_or_ids = prompt.text if prompt.tokens is None else prompt.tokens.tolist()
+            text_or_ids = prompt if isinstance(prompt, str) else np.frombuffer(prompt, np.int32).tolist()
             body = {"model": report.model, "prompt": text_or_ids, "max_tokens": 1, "temperature": 0}
-            report.add(*await client.ask("POST", "/v1/completions", body))
+            report.add(*await ask("POST", f"{base}/v1/completions", body))
             return 0
 
-        await for_each("prompts", prompts, work, meter, in_flight=in_flight)
+        await for_each("prompts", prompts, work, progress, in_flight=in_flight)
     return report
 
 
-def _base_url(text: str) -> str:
-    """Return the server's address without `/v1`."""
-    try:
-        parts = parse_address(text.rstrip("/"))
-        if not parts.query and not parts.fragment:
-            return parts.geturl().removesuffix("/v1")
-    except ValueError:
-        pass
-    raise ConfigError(f"--url {text}: expected the address of a vLLM server, such as http://localhost:8000")
-
-
-async def _first_model(client: JSONClient, base: str) -> str:
-    status, answer = await client.ask("GET", "/v1/models")
+def _first_model(base: str, status: int, answer: Any) -> str:
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError):

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -30,7 +30,7 @@ from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
-from lmcache_async.tiers.results import ReadResult, memory_was_short, no_memory
+from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -41,12 +41,10 @@ _LOOKUP_BATCH = 256
 
 
 @dataclass(frozen=True)
-class StoreSpec:
-    """Command-line arguments that select a store: a directory, or a tier of a config or as JSON."""
+class Stores:
+    """Opens the stores that the arguments of a command name."""
 
-    path: Path | None = None
     config: Path | None = None
-    tier: str | None = None
     rank: int | None = None
     in_flight: int = 4
     max_record_bytes: int = MAX_RECORD_BYTES
@@ -56,101 +54,88 @@ class StoreSpec:
         """The configuration, which is read on first use."""
         return None if self.config is None else load_config(self.config)
 
-    def placed(self, path: Path | None, tier: str | None) -> StoreSpec:
-        """Return the spec of another store with the same configuration."""
-        spec = replace(self, path=path, tier=tier)
-        vars(spec)["loaded"] = self.loaded
-        return spec
+    @property
+    def third_party(self) -> bool:
+        return self.loaded is None or self.loaded.plugins.third_party
 
+    def open(
+        self, path: Path | None, tier: str | None = None, *, change: bool = False, create: bool = False
+    ) -> OfflineStore:
+        """Return the store of a directory or a tier, to be opened with `async with`.
 
-def open_store(spec: StoreSpec, *, change: bool, create: bool = False) -> OfflineStore:
-    """Return the store, to be opened with `async with`. With `change`, a directory is locked.
-
-    With `change` and `create`, a directory that does not exist is created.
-    """
-    config = spec.loaded
-    third_party = config is None or config.plugins.third_party
-    options = OfflineOptions(
-        change=change, in_flight=spec.in_flight, max_record_bytes=spec.max_record_bytes, create=create
-    )
-    if spec.path is not None:
-        if spec.tier is not None:
+        With `change`, a directory is locked. With `change` and `create`, a directory that does not exist is created.
+        """
+        options = OfflineOptions(
+            change=change, in_flight=self.in_flight, max_record_bytes=self.max_record_bytes, create=create
+        )
+        if path is not None and tier is not None:
+            raise ConfigError(f"--tier {tier} and the directory {path} exclude each other; name one of them")
+        if path is not None:
+            return _directory_store(path, self.rank, options, third_party=self.third_party)
+        if tier is None:
             raise ConfigError(
-                f"--tier {spec.tier} and the directory {spec.path} exclude each other; name one of them"
+                "name a directory, or a tier with --tier: the id of a tier in --config, or a tier as JSON"
             )
-        if re.match("[a-z0-9+.-]{2,}:/", str(spec.path), re.IGNORECASE) and not spec.path.exists():
+        spec = self.spec(tier)
+        made = make_tier(spec, Registry(), third_party=self.third_party, rank=self.rank)
+        if (store := made.offline(made.config, options)) is not None:
+            return store
+        if made.capabilities.in_arena:
             raise ConfigError(
-                f"{spec.path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
-                ' {"name": "valkey", "url": "valkey://host:6379"}'
+                f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
             )
-        return _directory_store(spec.path, spec.rank, options, third_party=third_party)
-    if spec.tier is None:
-        raise ConfigError(
-            "name a directory, or a tier with --tier: the id of a tier in --config, or a tier as JSON"
+        logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
+        handle = TierHandle(
+            made, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
         )
-    named = named_tier(spec.tier, spec.config, config)
-    tier = make_tier(named, Registry(), third_party=third_party, rank=spec.rank)
-    if (store := tier.offline(tier.config, options)) is not None:
-        return store
-    if tier.capabilities.in_arena:
-        raise ConfigError(
-            f"tier {named.id!r} is memory of the engine's own process: other processes cannot read it"
-        )
-    logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
-    handle = TierHandle(
-        tier, name=named.id, logger=logger, timeout_s=named.timeout_s, open_timeout_s=named.open_timeout_s
-    )
-    return TierStore(handle, options, timeout_s=named.timeout_s)
+        return TierStore(handle, options, timeout_s=spec.timeout_s)
 
+    def keys(self) -> tuple[RecordCipher | None, bytes]:
+        """Return the cipher and the hash key of the configuration; None and b"" without them."""
+        if (config := self.loaded) is None:
+            return None, b""
+        cipher = RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
+        return cipher, config.read_hash_key()
 
-def open_keys(config: EngineConfig | None) -> tuple[RecordCipher | None, bytes]:
-    """Return the cipher and the hash key of the config; None and b"" without them."""
-    if config is None:
-        return None, b""
-    cipher = RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
-    return cipher, config.read_hash_key()
-
-
-def reachable_tiers(config: EngineConfig) -> list[str]:
-    """Return the ids of the tiers that are not memory of the engine's process, fastest first."""
-    registry, third_party = Registry(), config.plugins.third_party
-    return [
-        spec.id
-        for spec in config.tiers
-        if not make_tier(spec, registry, third_party=third_party).capabilities.in_arena
-    ]
-
-
-def named_tier(
-    text: str, path: Path | None, config: EngineConfig | None, argument: str = "--tier"
-) -> TierSpec:
-    """Return the tier of an argument: a tier as JSON, or the id of a tier of the config that was read from `path`."""
-    if text.lstrip().startswith("{"):
-        try:
-            return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))
-        except (ValueError, RecursionError) as error:  # includes pydantic's error
+    def spec(self, text: str, argument: str = "--tier") -> TierSpec:
+        """Return the tier of an argument: a tier as JSON, or the id of a tier of the configuration."""
+        if text.lstrip().startswith("{"):
+            try:
+                return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))
+            except (ValueError, RecursionError) as error:  # includes pydantic's error
+                raise ConfigError(
+                    f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
+                ) from None
+        if self.loaded is None:
             raise ConfigError(
-                f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
-            ) from None
-    if config is None:
-        raise ConfigError(
-            f"{argument} {text} is not a tier as JSON, so it is the id of a tier: name the config file with --config"
-        )
-    for tier in config.tiers:
-        if tier.id == text:
-            return tier
-    ids = ", ".join(tier.id for tier in config.tiers)
-    advice = f"; a directory is written with a slash, such as ./{text}" if argument == "--tier" else ""
-    raise ConfigError(f"{path} has no tier {text!r}; its tiers are {ids}{advice}")
+                f"{argument} {text} is not a tier as JSON, so it is the id of a tier: name the config file with --config"
+            )
+        for tier in self.loaded.tiers:
+            if tier.id == text:
+                return tier
+        ids = ", ".join(tier.id for tier in self.loaded.tiers)
+        advice = f"; a directory is written with a slash, such as ./{text}" if argument == "--tier" else ""
+        raise ConfigError(f"{self.config} has no tier {text!r}; its tiers are {ids}{advice}")
+
+    def reachable(self) -> list[str]:
+        """Return the ids of the tiers that are not memory of the engine's process, fastest first."""
+        if self.loaded is None:
+            raise ConfigError("give the engine's config file with --config, or a server with --url")
+        made = {
+            spec.id: make_tier(spec, Registry(), third_party=self.third_party) for spec in self.loaded.tiers
+        }
+        return [id for id, tier in made.items() if not tier.capabilities.in_arena]
 
 
 def _directory_store(
     path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
 ) -> OfflineStore:
-    """Return the store of a directory.
-
-    The first tier that keeps records in directories is used. Bundled tiers are tried first.
-    """
+    """Return the store of a directory, of the first tier that keeps records in directories, bundled tiers first."""
+    if re.match("[a-z0-9+.-]{2,}:/", str(path), re.IGNORECASE) and not path.exists():
+        raise ConfigError(
+            f"{path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
+            ' {"name": "valkey", "url": "valkey://host:6379"}'
+        )
     registry = Registry()
     plugins = registry.available(TIERS, third_party=third_party).values()
     for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
@@ -207,18 +192,13 @@ class TierStore(OfflineStore):
             return await in_thread(self._workers, functools.partial(visit, iter([buffer.view])))
 
     async def load(self, record: StoredRecord) -> Buffer | None:
-        result: ReadResult
         try:
             (result,) = await self._tier.get([record.key], self._lease)
+            return unwrap(result)
         except BudgetExceededError as error:
-            result = no_memory(error)
-        if not isinstance(result, TierError):
-            return result
-        if memory_was_short(result):
             raise TierError(
-                f"record {record.key.hex()}: {result.__cause__}; raise --max-record-bytes if records are longer"
-            ) from result
-        raise result
+                f"record {record.key.hex()}: {error}; raise --max-record-bytes if records are longer"
+            ) from error
 
     async def allocate(self, nbytes: int) -> Buffer | None:
         return await self._lease(nbytes) if nbytes <= self._arena.slab_bytes else None

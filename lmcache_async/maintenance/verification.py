@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
 from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, examine
 from lmcache_async.memory.encryption import RecordCipher
@@ -57,7 +57,7 @@ class Verification:
 
 async def verify(
     store: OfflineStore,
-    meter: Meter,
+    progress: Progress = no_progress,
     *,
     selection: Selection = EVERYTHING,
     remedy: Remedy | None = None,
@@ -84,7 +84,7 @@ async def verify(
     records = sorted(await store.list())
     try:
         await for_each(
-            "records", records, work, meter, in_flight=store.in_flight, max_bytes_per_s=max_bytes_per_s
+            "records", records, work, progress, in_flight=store.in_flight, max_bytes_per_s=max_bytes_per_s
         )
     finally:
         if report.remedied:

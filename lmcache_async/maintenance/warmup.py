@@ -12,7 +12,7 @@ import numpy as np
 
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher, engine_root, hash_key_id
-from lmcache_async.maintenance.concurrency import Meter
+from lmcache_async.maintenance.concurrency import Progress, no_progress
 from lmcache_async.maintenance.copy import Copier, CopyCounts
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of
 from lmcache_async.maintenance.prompts import Encode, Prompt
@@ -56,20 +56,11 @@ class KeyChain:
         return prefix + [chunk for chunk in hasher.partials(self.unit) if chunk.key in stored][:1]
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A chunk that the source has."""
-
-    chunk: Chunk
-    namespace: str
-    uses: int = 0
-
-
 async def warm(
     source: OfflineStore,
     destinations: Sequence[OfflineStore],
-    prompts: Sequence[Prompt],
-    meter: Meter,
+    prompts: Sequence[tuple[Prompt, int]],
+    progress: Progress = no_progress,
     *,
     selection: Selection = EVERYTHING,
     by_use: bool = False,
@@ -86,7 +77,7 @@ async def warm(
     prompt. `hash_key` and `cipher` are those of the config, for namespaces with a keyed hash and encrypted records.
     """
     stored = {one.key: one for one in await source.list()}
-    namespaces = await _namespaces(source, tuple(stored.values()), cipher, meter)
+    namespaces = await _namespaces(source, tuple(stored.values()), cipher, progress)
     chains = [
         chain
         for text in namespaces
@@ -98,12 +89,25 @@ async def warm(
             " `lmcache-async inspect` shows its namespaces; keyed and encrypted ones need --config with their keys"
         )
     report = Warmup(source=source.name, namespaces=len(chains))
-    wanted = _wanted(chains, stored, prompts, encode, report)
+    wanted: dict[ChunkKey, tuple[Chunk, str]] = {}  # and the namespace, in the order of the prompts
+    uses = Counter[ChunkKey]()
+    for prompt, times in prompts:
+        tokens = _tokens(prompt, encode)
+        report.prompts += 1
+        report.tokens += len(tokens)
+        longest = 0
+        for chain in chains:
+            prefix = chain.prefix(tokens, stored)
+            longest = max(longest, sum(len(chunk.tokens) for chunk in prefix))
+            for chunk in prefix:
+                wanted.setdefault(chunk.key, (chunk, chain.namespace))
+                uses[chunk.key] += times
+        report.found_tokens += longest
     # A prefix is used at least as often as its continuations, and starts before them.
-    keys = sorted(wanted, key=lambda key: (-wanted[key].uses, wanted[key].chunk.start)) if by_use else wanted
+    keys = sorted(wanted, key=lambda key: (-uses[key], wanted[key][0].start)) if by_use else wanted
     verify = partial(_check, wanted=wanted, cipher=cipher)
     copier = Copier(source=source, counts=report, verify=verify, max_bytes=max_bytes)
-    await copier.run([stored[key] for key in keys], destinations, meter)
+    await copier.run([stored[key] for key in keys], destinations, progress)
     report.copied, report.there = +copier.copied, +copier.there
     return report
 
@@ -135,7 +139,7 @@ def _is_pair(value: Any) -> bool:
 
 
 async def _namespaces(
-    store: OfflineStore, records: Sequence[StoredRecord], cipher: RecordCipher | None, meter: Meter
+    store: OfflineStore, records: Sequence[StoredRecord], cipher: RecordCipher | None, progress: Progress
 ) -> list[str]:
     """Return the texts of the namespaces.
 
@@ -152,7 +156,7 @@ async def _namespaces(
             hidden.append(info.stored)
 
     if store.reads_headers:
-        await read_headers(store, records, add, meter)
+        await read_headers(store, records, add, progress)
     else:
         hidden += records
     for one in hidden[:: max(1, len(hidden) // SAMPLES)][:SAMPLES]:
@@ -160,48 +164,25 @@ async def _namespaces(
     return list(found)
 
 
-def _wanted(
-    chains: Sequence[KeyChain],
-    stored: Mapping[ChunkKey, StoredRecord],
-    prompts: Sequence[Prompt],
-    encode: Encode | None,
-    report: Warmup,
-) -> dict[ChunkKey, _Wanted]:
-    """Return the chunks to copy, in the order of the prompts."""
-    found: dict[ChunkKey, _Wanted] = {}
-    for prompt in prompts:
-        tokens = _tokens(prompt, encode)
-        best = 0
-        for chain in chains:
-            prefix = chain.prefix(tokens, stored)
-            best = max(best, sum(len(chunk.tokens) for chunk in prefix))
-            for chunk in prefix:
-                found.setdefault(chunk.key, _Wanted(chunk, chain.namespace)).uses += prompt.times
-        report.prompts += 1
-        report.tokens += len(tokens)
-        report.found_tokens += best
-    return found
-
-
 def _tokens(prompt: Prompt, encode: Encode | None) -> Tokens:
-    if prompt.tokens is not None:
-        return prompt.tokens
+    if isinstance(prompt, bytes):
+        return np.frombuffer(prompt, dtype=np.int32)
     if encode is None:
         raise ConfigError("there are prompts of text: name the model's tokenizer with --tokenizer")
-    return np.asarray(encode(prompt.text), dtype=np.int32)
+    return np.asarray(encode(prompt), dtype=np.int32)
 
 
 def _check(
     stored: StoredRecord,
     pieces: Iterator[memoryview],
     *,
-    wanted: Mapping[ChunkKey, _Wanted],
+    wanted: Mapping[ChunkKey, tuple[Chunk, str]],
     cipher: RecordCipher | None,
 ) -> RecordInfo:
     """Verify that the record is undamaged and, unless it stays encrypted, of exactly these tokens."""
     found = check(stored, pieces, cipher=cipher)
-    header, expected = found.header, wanted[stored.key]
+    header, (chunk, namespace) = found.header, wanted[stored.key]
     if found.cause or header is None:
         return found
-    same = header.namespace == expected.namespace and np.array_equal(header.tokens, expected.chunk.tokens)
+    same = header.namespace == namespace and np.array_equal(header.tokens, chunk.tokens)
     return found if same else replace(found, cause="tokens", message="it has other tokens")

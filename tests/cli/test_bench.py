@@ -173,8 +173,3 @@ def test_a_full_disk_is_reported(invoke, tmp_path):
     assert result.exit_code == 2, result.output
     assert any(text in result.stderr for text in ("short read or write", "chunks were stored"))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["hash", "serve"])
-def test_other_benchmarks_are_not_commands(invoke, name):
-    assert invoke("bench", name).exit_code == 2

@@ -78,30 +78,21 @@ def test_errors_of_the_config_fail_and_the_rest_is_checked(invoke, tmp_path, mon
     assert "open files" in result.stdout
 
 
-def test_a_torch_that_does_not_work_fails_one_check_of_the_machine(invoke, monkeypatch):
-    def fail():
-        raise OSError("libcudart.so cannot be loaded")
-
+@pytest.mark.parametrize(
+    ("broken", "failed"),
+    [("torch.cuda.is_available", "pinned memory"), (f"{doctor.__name__}.survey_config", "config")],
+)
+def test_an_exception_in_a_check_fails_this_check_only(invoke, monkeypatch, broken, failed):
     quick(monkeypatch)
-    monkeypatch.setattr("torch.cuda.is_available", fail)
+    monkeypatch.setattr(broken, lambda *_: 1 // 0)
 
-    told = json.loads(invoke("doctor", "--json", "--no-speed").stdout)["checks"]
+    result = invoke("doctor", "--json", "--no-speed")
 
-    assert [check["name"] for check in told if check["outcome"] == "fail"] == ["pinned memory"]
-    assert {"cores", "memory", "huge pages", "shared memory", "open files"} <= {
-        check["name"] for check in told
-    }
-
-
-def test_an_exception_while_the_config_is_read_is_a_failed_check(invoke, monkeypatch):
-    quick(monkeypatch)
-    monkeypatch.setattr(doctor, "survey_config", lambda file: 1 // 0)
-
-    result = invoke("doctor", "--no-speed")
-
+    told = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 1
-    assert "fail  config: the check itself failed: ZeroDivisionError" in result.stdout
-    assert "open files" in result.stdout
+    assert [name for name, check in told.items() if check["outcome"] == "fail"] == [failed]
+    assert told[failed]["found"].startswith("the check itself failed: ZeroDivisionError")
+    assert {"cores", "memory", "huge pages", "shared memory", "open files"} <= set(told)
 
 
 def test_a_sample_that_is_not_a_size_is_refused(invoke):

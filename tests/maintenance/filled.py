@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -55,14 +54,12 @@ async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: obj
 def filled(root: Path, *prompts: Sequence[int], rig: Rig | None = None, **config: object) -> Rig:
     """Fill a directory from a test without a running loop."""
     rig = rig or rig_of()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(store(rig, root, *(prompts or (TOKENS,)), **config))
+    uvloop.run(store(rig, root, *(prompts or (TOKENS,)), **config))
     return rig
 
 
 def loaded(rig: Rig, root: Path, tokens: Sequence[int] = TOKENS, **config: object) -> int:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(hits(rig, root, tokens, **config))
+    return uvloop.run(hits(rig, root, tokens, **config))
 
 
 def record_files(root: Path) -> list[Path]:

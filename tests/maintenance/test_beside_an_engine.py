@@ -8,8 +8,7 @@ import os
 import pytest
 
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.maintenance.concurrency import Meter
-from lmcache_async.maintenance.stores import StoreSpec, open_store
+from lmcache_async.maintenance.stores import Stores
 from lmcache_async.maintenance.verification import verify
 from lmcache_async.memory.record import PIECE_BYTES
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
@@ -66,29 +65,19 @@ def test_changing_it_beside_an_engine_is_refused(held, command, tmp_path):
 
 async def test_reading_does_not_lock_the_directory(root):
     """A process that has ended does not hold it either."""
-    async with open_store(StoreSpec(path=root), change=False) as store:
+    async with Stores().open(root) as store:
         with opened(root):
-            async with open_store(StoreSpec(path=root), change=False) as other:
+            async with Stores().open(root) as other:
                 assert other.holder == str(os.getpid())
         assert store.holder == ""
         assert len(await store.list()) == 8
 
 
-class AtBegin(Meter):
-    """Calls a function once the records are listed."""
-
-    def __init__(self, call):
-        self._call = call
-
-    def begin(self, what, count):
-        self._call()
-
-
 async def test_a_record_that_is_deleted_after_it_was_listed_is_gone_and_not_damaged(root):
     newest = record_files(root)[0]
 
-    async with open_store(StoreSpec(path=root), change=False) as store:
-        report = await verify(store, AtBegin(newest.unlink))
+    async with Stores().open(root) as store:
+        report = await verify(store, lambda what, done, *_: newest.unlink(missing_ok=True))
 
     assert (report.gone, report.records, report.wrong) == (1, 7, {})
 
@@ -103,7 +92,7 @@ async def test_a_record_that_is_deleted_while_it_is_read_is_read_to_its_end(root
         file.unlink()
         return [read, *map(bytes, pieces)]
 
-    async with open_store(StoreSpec(path=root), change=False) as store:
+    async with Stores().open(root) as store:
         pieces = await store.examine(StoredRecord(ChunkKey(bytes.fromhex(file.name)), len(expected)), visit)
 
     assert [len(piece) for piece in pieces] == [PIECE_BYTES, 8192]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
-from lmcache_async.maintenance.concurrency import Meter, for_each
+from lmcache_async.maintenance.concurrency import for_each, no_progress
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import Selection
@@ -30,15 +30,15 @@ async def list_two(self):
 async def test_a_tier_that_stops_answering_ends_the_run(members):
     async with store_of(altered(**members)(records=sealed([10] * 4)), timeout_s=0.1) as target:
         with pytest.raises(TierUnavailableError, match=r"did not answer in 0\.1 s"):
-            await verify(target, Meter())
+            await verify(target)
 
 
 async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read():
     tier = Failing(records=sealed([10] * 3))
 
     async with store_of(tier) as target:
-        verified = await verify(target, Meter(), remedy="remove")
-        found = await inspect(target, Meter())
+        verified = await verify(target, remedy="remove")
+        found = await inspect(target)
 
     assert (verified.records, verified.errors, verified.remedied) == (2, 1, 0)
     assert verified.wrong_records[0]["message"] == "it cannot be read"
@@ -59,7 +59,7 @@ async def test_a_missing_capability_is_reported():
 
 async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
     async with store_of(DictTier(records=sealed([9000])), max_record_bytes=4096) as target:
-        report = await verify(target, Meter())
+        report = await verify(target)
 
     assert report.errors == 1
     assert "--max-record-bytes" in report.wrong_records[0]["message"]
@@ -68,47 +68,15 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
 async def test_records_of_other_namespaces_count_against_the_rate():
     """A tier has no method to read a header alone."""
     records = sealed([10] * 3)
-    others, verified, copied = Selection(("model=other",)), Counts(), Counts()
+    others, verified, copied = Selection(("model=other",)), [], []
 
     async with store_of(DictTier(records=records)) as target, store_of(DictTier()) as destination:
-        report = await verify(target, verified, selection=others)
-        copies = await copy(target, destination, copied, selection=others)
+        report = await verify(target, lambda *told: verified.append(told), selection=others)
+        copies = await copy(target, destination, lambda *told: copied.append(told), selection=others)
 
     assert report.passed_over == copies.passed_over == 3
-    assert verified.bytes == copied.bytes == report.bytes == sum(map(len, records.values()))
-
-
-async def test_items_are_started_in_order_and_concurrency_is_limited():
-    under_way, most, started = 0, 0, []
-
-    async def work(number):
-        nonlocal under_way, most
-        started.append(number)
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0)
-        under_way -= 1
-        return number
-
-    meter = Counts()
-    await for_each("items", range(6), work, meter, in_flight=3)
-
-    assert started == list(range(6))
-    assert most == 3
-    assert (meter.begun, meter.items, meter.bytes) == (("items", 6), 6, sum(range(6)))
-
-
-class Counts(Meter):
-    """Counts the reported records."""
-
-    items = bytes = 0
-
-    def begin(self, what, count):
-        self.begun = what, count
-
-    def advance(self, nbytes, count=1):
-        self.items += count
-        self.bytes += nbytes
+    assert verified[-1] == copied[-1] == ("records", 3, 3, report.bytes)
+    assert report.bytes == sum(map(len, records.values()))
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
@@ -128,7 +96,7 @@ async def test_an_early_end_awaits_running_work(end):
             await asyncio.sleep(0)
             ended.append(number)
 
-    task = asyncio.create_task(for_each("items", range(9), work, Meter(), in_flight=3))
+    task = asyncio.create_task(for_each("items", range(9), work, no_progress, in_flight=3))
     await running.wait()
     if end == "cancelled":
         task.cancel()

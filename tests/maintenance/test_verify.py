@@ -66,7 +66,6 @@ def test_damaged_records_are_removed_and_an_engine_loads_the_others(root):
     assert (found["records"], found["wrong"], found["encrypted"]) == (6, {}, 0)
     assert found["bytes"] == sum(map(len, content(root).values()))
     assert loaded(rig_of(), root, TOKENS) >= 16
-    assert invoke("verify", root, "--remove", "--quarantine").exit_code == 2
 
 
 def test_damaged_records_are_quarantined(root):

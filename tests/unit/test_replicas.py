@@ -15,7 +15,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.maintenance.stores import StoreSpec, open_store
+from lmcache_async.maintenance.stores import Stores
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import FakeRegistry
 from lmcache_async.testing.rig import Rig
@@ -103,5 +103,5 @@ async def test_the_directory_of_replicas_alone_is_no_directory_of_records(tmp_pa
         (tmp_path / name).mkdir()
 
     with pytest.raises(ConfigError, match=r"a directory for each rank or replica: .* such as .*/dp1-rank-0"):
-        async with open_store(StoreSpec(path=tmp_path), change=False):
+        async with Stores().open(tmp_path):
             pass

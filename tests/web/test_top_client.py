@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.cli.top import StatusClient
-from lmcache_async.maintenance.http import RequestError
+from lmcache_async.errors import ConfigError, TierUnavailableError
 from tests.support.secret_files import secret_file
 from tests.web.top_calls import call
 
@@ -95,7 +95,7 @@ def test_a_slow_response_has_one_deadline(part: bytes) -> None:
             sent += 1
 
     with answering(drip) as port:
-        with pytest.raises(RequestError, match=r"no answer in 0\.3 s"):
+        with pytest.raises(TierUnavailableError, match=r"no answer in 0\.3 s"):
             StatusClient(f"127.0.0.1:{port}", timeout_s=0.3).read()
         ended.set()
 
@@ -118,7 +118,7 @@ def test_an_invalid_address_is_an_error_message(url: str) -> None:
 
 def test_a_token_file_readable_by_all_is_rejected(tmp_path: Path) -> None:
     file = secret_file(tmp_path, "a-token-of-many-characters\n", 0o644)
-    with pytest.raises(RequestError, match=r"--token-file: .*all users may read it"):
+    with pytest.raises(ConfigError, match=r"--token-file: .*all users may read it"):
         StatusClient("http://127.0.0.1:1", token_file=file)
 
 

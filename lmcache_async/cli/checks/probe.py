@@ -9,21 +9,18 @@ import time
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
+from lmcache_async.bench.tier import FORMAT, seal_record
 from lmcache_async.config import TierSpec
 from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
+from lmcache_async.types import KEY_BYTES, ChunkKey
 
 PAYLOAD_BYTES = 64 << 10
-FORMAT = RecordFormat(namespace='{"doctor":"probe"}', layout="probe", dtype="uint8", chunk_size=16)
 LOOKUPS = 5
 SLOW_S = 0.1
 
@@ -84,17 +81,9 @@ async def _look_up(tier: TierHandle) -> Check:
 async def _check_record(tier: TierHandle, arena: Arena, timeout_s: float) -> Check:
     if not tier.capabilities.writes:
         return ok("record", "the tier is read-only: nothing was written")
-    key = _random_key()
     with await arena.lease(FORMAT.record_bytes(PAYLOAD_BYTES), timeout_s=timeout_s) as record:
         record.view[FORMAT.header_bytes :] = secrets.token_bytes(PAYLOAD_BYTES)
-        seal(
-            record.view,
-            format=FORMAT,
-            chunk=Chunk(key, 0, np.arange(16, dtype=np.int32)),
-            request_namespace="",
-            shape=(PAYLOAD_BYTES,),
-            payload_bytes=PAYLOAD_BYTES,
-        )
+        key = seal_record(record, _random_key())
         check = await _store_and_read(tier, arena, timeout_s, key, record)
     # The record is removed after a failed put too, which may have stored it.
     passed = check.outcome is Outcome.OK
