@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, thread
@@ -141,24 +142,28 @@ async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
         calls: The futures of the calls.
         abandon: If cancelled, do not wait for calls that have begun. They must not use memory of the caller.
     """
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    running = len(calls)
-
-    def count_ended() -> None:
-        nonlocal running
-        running -= 1
-        if not running and not ended.done():
-            ended.set_result(None)
-
-    def notify_loop(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(count_ended)
-
     if not calls:
         return
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    lock = threading.Lock()
+    running = len(calls)
+
+    def set_ended() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def count_ended(_: Future[Any]) -> None:
+        nonlocal running
+        with lock:
+            running -= 1
+            if running:
+                return  # the loop is woken once for all calls
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_ended)
+
     for call in calls:
-        call.add_done_callback(notify_loop)
+        call.add_done_callback(count_ended)
     try:
         await asyncio.wait([ended])
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The directory of a disk tier: names, lock, quarantine, direct I/O support. Blocking; run in threads.
+"""The directory of a disk tier: names, lock, direct I/O support. Blocking; run in threads.
 
     <root>/lock                     held by the owner; contains its process id
     <root>/ab/ab12...               one record each, named by its key in hex
@@ -168,51 +168,6 @@ class RecordDirectory:
         os.dup2(descriptor, self._fd, inheritable=False)
         os.dup2(lock, self._lock, inheritable=False)
         os.close(lock)
-
-
-class Quarantine:
-    """The folder of corrupt records, limited in bytes. The oldest are deleted first.
-
-    Args:
-        max_bytes: Maximum bytes of the folder, not counted in the limit of the tier.
-    """
-
-    def __init__(self, directory: RecordDirectory, max_bytes: int) -> None:
-        self._directory = directory
-        self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-
-    def take(self, key: ChunkKey, cause: str) -> None:
-        """Move the record here. Its name is its key and the cause."""
-        word = "".join(letter for letter in cause.lower() if "a" <= letter <= "z") or "unknown"
-        root = self._directory.fd
-        name = self._directory.record_name(key)
-        if not stat.S_ISREG(os.stat(name, dir_fd=root, follow_symlinks=False).st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
-        with self._lock:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=root)
-            with self._directory.folder(QUARANTINE_FOLDER) as folder:
-                os.rename(name, f"{key.hex()}.{word}", src_dir_fd=root, dst_dir_fd=folder)
-            with contextlib.suppress(OSError):
-                self._trim()
-
-    def trim(self) -> None:
-        """Delete the oldest files beyond the limit."""
-        with self._lock, contextlib.suppress(FileNotFoundError):
-            self._trim()
-
-    def _trim(self) -> None:
-        files = sorted(
-            (status.st_ctime_ns, name, status.st_size)
-            for name, status in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME)
-        )
-        excess = sum(nbytes for _, _, nbytes in files) - self._max_bytes
-        for _, name, nbytes in files:
-            if excess <= 0:
-                break
-            os.unlink(f"{QUARANTINE_FOLDER}/{name}", dir_fd=self._directory.fd)
-            excess -= nbytes
 
 
 def lock_holder(directory: int) -> str:

@@ -6,7 +6,6 @@ traceback would keep views of a slab alive.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import heapq
@@ -16,7 +15,6 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
@@ -24,7 +22,7 @@ from lmcache_async.memory.buffer import PAGE, pages
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.record import prove
 from lmcache_async.memory.threads import WorkerPool
-from lmcache_async.plugins.disk.directory import Quarantine, RecordDirectory
+from lmcache_async.plugins.disk.directory import QUARANTINE_FOLDER, QUARANTINE_NAME, RecordDirectory
 from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey
 
@@ -42,8 +40,11 @@ T = TypeVar("T")
 class RecordFiles:
     """Writes, reads and deletes record files in one open directory. Blocking.
 
-    A record is written under a temporary name and renamed when it is complete. Rejected records are deleted if
-    there is no quarantine.
+    A record is written under a temporary name and renamed when it is complete.
+
+    Args:
+        max_quarantine_bytes: Maximum bytes of the folder of corrupt records, which are not counted in the limit of the
+            tier; the oldest are deleted. None to delete corrupt records.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class RecordFiles:
         *,
         direct: bool,
         fsync: bool,
-        quarantine: Quarantine | None = None,
+        max_quarantine_bytes: int | None = None,
     ) -> None:
         self._directory = directory
         self._fsync = fsync
-        self._quarantine = quarantine
+        self._max_quarantine_bytes = max_quarantine_bytes
+        self._quarantine_lock = threading.Lock()
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._undeleted: set[str] = set()  # temporary files of failed writes
         self._durable_folders: set[str] = set()  # with `fsync`: whose names in the root are durable
@@ -154,14 +156,45 @@ class RecordFiles:
     def reject(self, keys: Sequence[ChunkKey], cause: str) -> tuple[frozenset[ChunkKey], Failure | None]:
         """Move corrupt records to the quarantine, or delete them. Return those that are still there, and why."""
         left = keys
-        if self._quarantine is not None:
+        if self._max_quarantine_bytes is not None:
             left = []
             for key in keys:
                 try:
-                    self._quarantine.take(key, cause)
+                    self.quarantine(key, cause)
                 except (OSError, TierError):  # it is deleted then
                     left.append(key)
         return self.delete(left)
+
+    def quarantine(self, key: ChunkKey, cause: str) -> None:
+        """Move a record to the folder of corrupt records. Its name there is its key and the cause."""
+        word = "".join(letter for letter in cause.lower() if "a" <= letter <= "z") or "unknown"
+        root = self._directory.fd
+        name = self._directory.record_name(key)
+        if not stat.S_ISREG(self._status(key).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+        with self._quarantine_lock:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=root)
+            with self._directory.folder(QUARANTINE_FOLDER) as folder:
+                os.rename(name, f"{key.hex()}.{word}", src_dir_fd=root, dst_dir_fd=folder)
+        with contextlib.suppress(OSError):
+            self.trim_quarantine()
+
+    def trim_quarantine(self) -> None:
+        """Delete the oldest corrupt records beyond the limit."""
+        if self._max_quarantine_bytes is None:
+            return
+        with self._quarantine_lock, contextlib.suppress(FileNotFoundError):
+            files = sorted(
+                (status.st_ctime_ns, name, status.st_size)
+                for name, status in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME)
+            )
+            excess = sum(nbytes for _, _, nbytes in files) - self._max_quarantine_bytes
+            for _, name, nbytes in files:
+                if excess <= 0:
+                    break
+                os.unlink(f"{QUARANTINE_FOLDER}/{name}", dir_fd=self._directory.fd)
+                excess -= nbytes
 
     def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
         """Set the mtime of records. Failures are ignored: stamps only serve the order after a restart."""
@@ -206,46 +239,28 @@ class RecordFiles:
             self._durable_folders.add(shard)
 
 
-class ReadBatch:
-    """The reads of one call: started on the event loop, read by threads of `RecordReads`.
+class _Read(Future[int]):
+    """The read of one record: a future of the size of the record. The lock of `RecordReads` guards its attributes.
 
     Attributes:
-        outcomes: By position, the size of the record, or why it was not read. Withdrawn reads have none.
-        ended: Done when no thread reads for the call, after `RecordReads.close_batch`.
+        order: Number of the call, and of the read.
+        view: The memory; None when the read has ended or is cancelled, so that nothing refers to it.
+        gapless_bytes: Bytes that were read from the start of the file.
     """
 
-    def __init__(self, priority: int) -> None:
-        self.priority = priority
-        self.outcomes: dict[int, int | Exception] = {}
-        self.running: dict[int, _Read] = {}
-        self.closed = False
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+    def __init__(self, order: tuple[int, int], key: ChunkKey, view: memoryview) -> None:
+        super().__init__()
+        self.order = order
+        self.key = key
+        self.view: memoryview | None = view
+        self.descriptor = -1
+        self.piece_bytes = self.unfinished = self.gapless_bytes = 0
+        self.error: Exception | None = None
 
-    def notify_ended(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.set_ended)
-
-    def set_ended(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """The read of one record. Its state is guarded by the lock of `RecordReads`."""
-
-    batch: ReadBatch
-    position: int
-    order: tuple[int, int]  # priority of the batch, arrival
-    key: ChunkKey
-    view: memoryview | None  # None when the read has ended, so that no thread refers to the memory
-    begun: bool = False
-    descriptor: int = -1
-    piece_bytes: int = 0
-    unfinished: int = 0
-    gapless_bytes: int = 0  # from the start of the file
-    error: Exception | None = None
+    def cancel(self) -> bool:
+        if cancelled := super().cancel():
+            self.view = None
+        return cancelled
 
 
 _OPEN = -1  # in place of the start of a piece: open the file
@@ -267,40 +282,33 @@ class RecordReads:
         self._threads = threads
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()
-        self._batches = itertools.count()
         self._arrivals = itertools.count()
         # A heap of pieces that no thread has begun: order of the read, start of the piece, read.
         self._waiting: list[tuple[tuple[int, int], int, _Read]] = []
         self._workers: set[object] = set()
 
-    def open_batch(self) -> ReadBatch:
-        """Return the batch of a new call. It has a lower priority than those of older calls."""
-        return ReadBatch(next(self._batches))
+    def start(self, call: int, key: ChunkKey, view: memoryview) -> Future[int]:
+        """Read a record into `view`, which has the size of its file, as soon as a thread is free.
 
-    def start(self, batch: ReadBatch, position: int, key: ChunkKey, view: memoryview) -> None:
-        """Read a record into `view`, which has the size of its file, as soon as a thread is free."""
-        read = _Read(batch, position, (batch.priority, next(self._arrivals)), key, view)
+        Args:
+            call: Number of the call for which it is read. Reads of lower numbers are first.
+            key: The record.
+            view: Memory, which is used until the read has ended.
+
+        Returns:
+            A future of the size of the record. It can be cancelled until a thread has begun the read.
+        """
+        read = _Read((call, next(self._arrivals)), key, view)
         with self._lock:
-            batch.running[position] = read
             heapq.heappush(self._waiting, (read.order, _OPEN, read))
         try:
             self._add_worker()
-        except RuntimeError as error:
-            raise _closed(error) from error
-
-    def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
-        """Note that no read will be added. Return the positions of the reads that were withdrawn.
-
-        With `withdraw`, those that no thread has begun are.
-        """
-        with self._lock:
-            batch.closed = True
-            withdrawn = [at for at, read in batch.running.items() if withdraw and not read.begun]
-            for position in withdrawn:
-                batch.running.pop(position).view = None
-            if not batch.running:
-                batch.set_ended()
-        return withdrawn
+        except Exception as error:
+            if read.cancel():  # else a thread has begun it
+                if isinstance(error, RuntimeError):
+                    raise _closed(error) from error
+                raise
+        return read
 
     def _add_worker(self) -> None:
         """Start a thread if fewer than allowed are reading. If that fails, the others read all pieces."""
@@ -333,8 +341,7 @@ class RecordReads:
         with self._lock:
             while self._waiting:
                 _, start, read = heapq.heappop(self._waiting)
-                if read.view is not None:  # not withdrawn
-                    read.begun = True
+                if start != _OPEN or read.set_running_or_notify_cancel():
                     return read, start
             self._workers.discard(worker)
             return None
@@ -381,16 +388,12 @@ class RecordReads:
             self._finish(read)
 
     def _finish(self, read: _Read) -> None:
-        """Store the outcome of a read, of whose memory no thread has a view any more."""
-        batch = read.batch
         outcome = _outcome(read)
-        read.view = None
-        with self._lock:
-            del batch.running[read.position]
-            batch.outcomes[read.position] = outcome
-            ended = batch.closed and not batch.running
-        if ended:
-            batch.notify_ended()
+        read.view = None  # no thread has a view of the memory when the future is done
+        if isinstance(outcome, int):
+            read.set_result(outcome)
+        else:
+            read.set_exception(outcome)
 
 
 def _outcome(read: _Read) -> int | Exception:

@@ -33,7 +33,6 @@ from lmcache_async.plugins.disk.directory import (
     QUARANTINE_NAME,
     TEMPORARY_FOLDER,
     TEMPORARY_NAME,
-    Quarantine,
     RecordDirectory,
     lock_holder,
 )
@@ -45,7 +44,6 @@ T = TypeVar("T")
 
 _HEADER_BYTES = 16 << 10  # enough for nearly every header
 _ALLOCATE_S = 600.0  # for a thread to return a slab; a disk that takes longer does not answer
-_UNBOUNDED = 1 << 62  # the engine trims the quarantine to its own limit when it opens the tier
 _OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
 
 
@@ -69,10 +67,9 @@ class DiskRecords(OfflineStore):
         self._sizes: dict[ChunkKey, int] | None = None
         self._used_bytes = 0
         self._directory = RecordDirectory(config.root)
-        self._quarantine = Quarantine(self._directory, _UNBOUNDED)
         self._direct_files = RecordFiles(self._directory, direct=True, fsync=True)  # for reading
         # Writes go through the page cache: no trial of direct I/O leaves a file, and the data are synced.
-        self._files = RecordFiles(self._directory, direct=False, fsync=True, quarantine=self._quarantine)
+        self._files = RecordFiles(self._directory, direct=False, fsync=True)
         self._changed: set[str] = set()  # folders with names that are not durable yet
         self._arena: Arena | None = None
         self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
@@ -141,7 +138,7 @@ class DiskRecords(OfflineStore):
 
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
         self._sizes = None
-        await self._run(self._quarantine.take, key, cause)
+        await self._run(self._files.quarantine, key, cause)
         self._changed |= {str(Path(self._directory.record_name(key)).parent), QUARANTINE_FOLDER}
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import mmap
 import os
@@ -29,9 +30,9 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
-from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
+from lmcache_async.memory.threads import run_shielded, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
-from lmcache_async.plugins.disk.directory import NO_SPACE, Quarantine, RecordDirectory, detect_direct
+from lmcache_async.plugins.disk.directory import NO_SPACE, RecordDirectory, detect_direct
 from lmcache_async.plugins.disk.files import (
     DiskThreads,
     Failure,
@@ -225,16 +226,16 @@ class RecordStore:
         self.closing = asyncio.Event()
         self._max_record_bytes = max_record_bytes
         self._threads = threads
-        self._quarantine = Quarantine(directory, config.max_quarantine_bytes) if config.quarantine else None
         self._files = RecordFiles(
             directory,
             direct=detect_direct(directory, config.odirect),
             fsync=config.fsync,
-            quarantine=self._quarantine,
+            max_quarantine_bytes=config.max_quarantine_bytes if config.quarantine else None,
         )
         self._reads = RecordReads(self._files, threads.reads, config.io_threads)
         self._logger = LimitedLogger(logger)
         self._locks = KeyLocks()
+        self._calls = itertools.count()  # of `read`
 
     @classmethod
     async def open(cls, config: DiskConfig, max_record_bytes: int) -> RecordStore:
@@ -271,8 +272,7 @@ class RecordStore:
         _, failure = self._files.reject(corrupt, "length")
         if failure is not None:
             raise failure
-        if self._quarantine is not None:
-            self._quarantine.trim()
+        self._files.trim_quarantine()
         if corrupt:
             self.corrupt["length"] = len(corrupt)
             logger.warning(
@@ -306,8 +306,10 @@ class RecordStore:
         stamps = self.index.restamp(keys)
         pool = self._threads.stamps
         stamped = [self._threads.start(self._files.set_stamps, stamps, pool=pool)] if stamps else []
-        batch = self._reads.open_batch()
+        call = next(self._calls)
         entries: dict[int, Entry] = {}
+        reads: dict[int, Future[int]] = {}
+        failed: dict[int, BaseException] = {}
         reading: list[ChunkKey] = []
 
         def drop(position: int) -> None:
@@ -321,7 +323,7 @@ class RecordStore:
                     continue
                 entries[position] = entry
                 if entry.nbytes > self._max_record_bytes:
-                    batch.outcomes[position] = too_long(key, entry.nbytes, self._max_record_bytes)
+                    failed[position] = too_long(key, entry.nbytes, self._max_record_bytes)
                     continue
                 self.index.begin_reading(key)
                 reading.append(key)
@@ -330,30 +332,29 @@ class RecordStore:
                 except BudgetExceededError as error:  # the chunks that got memory are usable
                     results[position] = no_memory(error)
                     break
-                self._reads.start(batch, position, key, buffer.padded_view)
-            self._reads.close_batch(batch)
-            await asyncio.wait([batch.ended])
+                reads[position] = self._reads.start(call, key, buffer.padded_view)
+            await wait_ended(*reads.values(), abandon=True)
         except BaseException:
-            for position in self._reads.close_batch(batch, withdraw=True):
-                drop(position)
-            await wait_done(batch.ended)
+            for position, read in reads.items():
+                if read.cancel():  # no thread has begun it
+                    drop(position)
+            await wait_ended(*reads.values())
             raise
         finally:
             for key in reading:
                 self.index.end_reading(key)
             await wait_ended(*stamped)
-        for position, outcome in batch.outcomes.items():
-            result = results[position]
-            if isinstance(outcome, int):
-                assert isinstance(result, Buffer)
-                result.resize(outcome)
-                continue
-            if result is not None:
+        for position, read in reads.items():
+            if (failure := read.exception()) is not None:
                 drop(position)
+                failed[position] = failure
+            elif isinstance(result := results[position], Buffer):
+                result.resize(read.result())
+        for position, failure in failed.items():
             try:
-                await self._drop_unreadable(keys[position], entries[position], outcome)
-            except TierError as failure:
-                results[position] = failure
+                await self._drop_unreadable(keys[position], entries[position], failure)
+            except TierError as error:
+                results[position] = error
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Publish the record unless it exists. A running write of the same key is awaited first.
@@ -454,7 +455,7 @@ class RecordStore:
             await self._drop_unreadable(key, entry, error)
         return error
 
-    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: Exception) -> None:
+    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: BaseException) -> None:
         """Remove a record that is missing or corrupt from the index. Raise any other error."""
         is_current = self.index.entry(key) is entry and key not in self._locks
         if isinstance(error, ChunkCorruptError):
