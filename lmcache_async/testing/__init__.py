@@ -12,64 +12,42 @@ from typing import TYPE_CHECKING
 from lmcache_async.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from lmcache_async.testing.conformance import (
-        LayerConformance,
-        SuffixEvictionConformance,
-        TierConformance,
-    )
-    from lmcache_async.testing.fakes import (
-        DictConfig,
-        DictTier,
-        FakeRegistry,
-        Fault,
-        FaultPlan,
-        FaultyRegistry,
-        FaultyTier,
-        GatedTier,
-        LatencyTier,
-    )
-    from lmcache_async.testing.machines import CacheMachine, TierMachine
-    from lmcache_async.testing.steps import cancelled_at_await, cancelled_at_each_await
-    from lmcache_async.testing.strategies import (
-        chunk_keys,
-        fault_plans,
-        kv_layouts,
-        payloads,
-        tier_stacks,
-        token_streams,
-    )
+    from lmcache_async.testing.conformance import LayerConformance as LayerConformance
+    from lmcache_async.testing.conformance import SuffixEvictionConformance as SuffixEvictionConformance
+    from lmcache_async.testing.conformance import TierConformance as TierConformance
+    from lmcache_async.testing.fakes import DictConfig as DictConfig
+    from lmcache_async.testing.fakes import DictTier as DictTier
+    from lmcache_async.testing.fakes import FakeRegistry as FakeRegistry
+    from lmcache_async.testing.fakes import Fault as Fault
+    from lmcache_async.testing.fakes import FaultPlan as FaultPlan
+    from lmcache_async.testing.fakes import FaultyRegistry as FaultyRegistry
+    from lmcache_async.testing.fakes import FaultyTier as FaultyTier
+    from lmcache_async.testing.fakes import GatedTier as GatedTier
+    from lmcache_async.testing.fakes import LatencyTier as LatencyTier
+    from lmcache_async.testing.machines import CacheMachine as CacheMachine
+    from lmcache_async.testing.machines import TierMachine as TierMachine
+    from lmcache_async.testing.steps import cancelled_at_await as cancelled_at_await
+    from lmcache_async.testing.steps import cancelled_at_each_await as cancelled_at_each_await
+    from lmcache_async.testing.strategies import chunk_keys as chunk_keys
+    from lmcache_async.testing.strategies import fault_plans as fault_plans
+    from lmcache_async.testing.strategies import kv_layouts as kv_layouts
+    from lmcache_async.testing.strategies import payloads as payloads
+    from lmcache_async.testing.strategies import tier_stacks as tier_stacks
+    from lmcache_async.testing.strategies import token_streams as token_streams
 
-__all__ = [
-    "CacheMachine",
-    "DictConfig",
-    "DictTier",
-    "FakeRegistry",
-    "Fault",
-    "FaultPlan",
-    "FaultyRegistry",
-    "FaultyTier",
-    "GatedTier",
-    "LatencyTier",
-    "LayerConformance",
-    "SuffixEvictionConformance",
-    "TierConformance",
-    "TierMachine",
-    "cancelled_at_await",
-    "cancelled_at_each_await",
-    "chunk_keys",
-    "fault_plans",
-    "kv_layouts",
-    "payloads",
-    "tier_stacks",
-    "token_streams",
-]
-
-_MODULES = {  # every other name is in `fakes`
+_MODULES = {
     "conformance": ("LayerConformance", "SuffixEvictionConformance", "TierConformance"),
+    "fakes": (
+        *("DictConfig", "DictTier", "FakeRegistry", "Fault", "FaultPlan", "FaultyRegistry", "FaultyTier"),
+        *("GatedTier", "LatencyTier"),
+    ),
     "machines": ("CacheMachine", "TierMachine"),
     "steps": ("cancelled_at_await", "cancelled_at_each_await"),
     "strategies": ("chunk_keys", "fault_plans", "kv_layouts", "payloads", "tier_stacks", "token_streams"),
 }
+"""The public names by module."""
+__all__ = [name for names in _MODULES.values() for name in names]
+
 _NEEDED = ("pytest", "pytest_asyncio", "hypothesis")
 
 
@@ -80,10 +58,10 @@ def __getattr__(name: str) -> object:
         AttributeError: No such name.
         MissingDependencyError: The name needs a package that is not installed.
     """
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "fakes")
-    return getattr(_import(f"{__name__}.{module}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(_import(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

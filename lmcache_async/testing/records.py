@@ -53,16 +53,27 @@ def record(arena: Arena, number: int, payload_bytes: int = 5000) -> Buffer:
     """Return a leased buffer with the sealed record of chunk `number`. The caller releases it."""
     buffer = arena.lease_nowait(FORMAT.record_bytes(payload_bytes))
     assert buffer is not None, "the test's arena is too small"
-    buffer.view[FORMAT.header_bytes :] = payload_of(number, payload_bytes)
+    _write_record(buffer.view, number, payload_bytes)
+    return buffer
+
+
+def record_bytes_of(number: int, payload_bytes: int = 5000) -> bytes:
+    """Return the sealed record of chunk `number`."""
+    content = bytearray(FORMAT.record_bytes(payload_bytes))
+    _write_record(memoryview(content), number, payload_bytes)
+    return bytes(content)
+
+
+def _write_record(view: memoryview, number: int, payload_bytes: int) -> None:
+    view[FORMAT.header_bytes :] = payload_of(number, payload_bytes)
     seal(
-        buffer.view,
+        view,
         format=FORMAT,
         chunk=chunk_of(number),
         request_namespace="",
         shape=(payload_bytes,),
         payload_bytes=payload_bytes,
     )
-    return buffer
 
 
 def check_record(buffer: Buffer, number: int, payload_bytes: int = 5000) -> None:

@@ -140,7 +140,8 @@ class TierRig:
 async def opened_rig(tier: Tier, arena: Arena) -> AsyncIterator[TierRig]:
     """Bind and open a tier."""
     tier.bind(arena)
-    async with tier:
+    async with tier as entered:
+        assert entered is tier, "the async context does not return the tier"
         yield TierRig(tier, arena)
 
 
@@ -220,10 +221,12 @@ class Cases:
         async with opened_rig(tier, arena) as rig:
             yield rig.tier
 
-    @pytest.fixture
-    def rig(self, opened: Tier, arena: Arena) -> TierRig:
-        """The calls of `opened` by chunk number."""
-        return TierRig(opened, arena)
+    @pytest_asyncio.fixture
+    async def rig(self, opened: Tier, arena: Arena) -> AsyncIterator[TierRig]:
+        """The calls of `opened` by chunk number. Fails the test if a lease is left before the tier is closed."""
+        rig = TierRig(opened, arena)
+        yield rig
+        await rig.check_leases()
 
 
 async def in_time(call: Awaitable[T]) -> T:

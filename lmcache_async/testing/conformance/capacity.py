@@ -30,6 +30,7 @@ class LimitedCases(Cases):
         async with opened_rig(limited, arena) as rig:
             rig.length = lambda _: MAX_PAYLOAD_BYTES
             yield rig
+            await rig.check_leases()
 
 
 class CapacityCases(LimitedCases):
@@ -63,7 +64,6 @@ class CapacityCases(LimitedCases):
         gone, evictions = taken - len(held), limited.statistics.evictions
         assert gone == evictions, f"{gone} records are gone, but {evictions} evictions are counted"
         assert await limited.holds(*held)
-        await limited.check_leases()
 
     async def test_small_records_count_against_the_limit(self, limited: TierRig | None) -> None:
         if limited is None:
@@ -94,7 +94,6 @@ class CapacityCases(LimitedCases):
         held = await limited.stored(range(16))
         assert held
         assert await limited.holds(*held)
-        await limited.check_leases()
 
     async def test_a_removal_makes_room(self, limited: TierRig | None) -> None:
         if limited is None or not limited.tier.capabilities.removes:

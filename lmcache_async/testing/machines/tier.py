@@ -239,19 +239,9 @@ class TierMachine(RuleBasedStateMachine):
         self.written = True
         self.run(self._put(numbers))
 
-    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=6))
-    def get_some(self, numbers: list[int]) -> None:
-        self.run(self._get(numbers))
-
-    @rule(number=NUMBERS)
-    def get_one(self, number: int) -> None:
-        async def get() -> Buffer | TierError | None:
-            try:
-                return await self.tier.get(key_of(number), self.rig.allocate)
-            except TierError as error:
-                return error
-
-        self.run(self._take_answers([number], [self.run(get())]))
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=6), alone=st.booleans())
+    def get_some(self, numbers: list[int], alone: bool) -> None:
+        self.run(self._get(numbers[:1] if alone else numbers, alone=alone))
 
     @rule(numbers=SOME)
     def look(self, numbers: list[int]) -> None:
@@ -358,10 +348,13 @@ class TierMachine(RuleBasedStateMachine):
         if sure:
             self.model.put(numbers, answers)
 
-    async def _get(self, numbers: list[int]) -> None:
+    async def _get(self, numbers: list[int], *, alone: bool = False) -> None:
         answers: Sequence[Buffer | TierError | None]
         try:
-            answers = await self.rig.get_many(numbers)
+            if alone:
+                answers = [await self.tier.get(key_of(numbers[0]), self.rig.allocate)]
+            else:
+                answers = await self.rig.get_many(numbers)
         except TierError as error:
             answers = [error] * len(numbers)
         assert len(answers) == len(numbers), f"{len(answers)} answers for {len(numbers)} keys"
