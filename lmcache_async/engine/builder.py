@@ -22,9 +22,7 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
 from lmcache_async.memory.threads import WorkerPool
-from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.metrics import EngineMetrics
-from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored, Drops
@@ -99,7 +97,7 @@ def build(
         ValueError: Two groups have the same namespace.
     """
     _check_groups(config, groups)
-    cipher = open_cipher(config)
+    cipher = _open_cipher(config)
     formats = [
         RecordFormat(
             namespace=group.namespace.text,
@@ -194,29 +192,11 @@ def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:
         check_hash_key(config, group.namespace)
 
 
-def instruments_of(
-    config: EngineConfig, logger: LimitedLogger, given: Instrument | None
-) -> Sequence[Instrument]:
-    """The instruments of an engine: the given one or the log, and tracing if it is enabled.
-
-    Raises:
-        MissingDependencyError: Tracing is enabled and OpenTelemetry is not installed.
-    """
-    own = given or LogInstrument(logger.logger)
-    return [own, TracingInstrument()] if config.tracing.enabled else [own]
-
-
 def default_logger() -> LimitedLogger:
     return LimitedLogger(logging.getLogger("lmcache_async"))
 
 
-def open_cipher(config: EngineConfig) -> RecordCipher | None:
-    """The cipher with the configured keys; None if encryption is disabled.
-
-    Raises:
-        ConfigError: The keys cannot be read.
-        MissingDependencyError: The package cryptography is not installed.
-    """
+def _open_cipher(config: EngineConfig) -> RecordCipher | None:
     if not config.encryption.enabled:
         return None
     cipher = RecordCipher(config.encryption.read_keys())
@@ -230,11 +210,7 @@ def open_cipher(config: EngineConfig) -> RecordCipher | None:
 
 
 def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
-    """Refuse a namespace without the configured hash key, whose keys would not be secret.
-
-    Raises:
-        ConfigError: The hash keys differ.
-    """
+    """Refuse a namespace without the configured hash key, whose keys would not be secret."""
     if config.read_hash_key() != namespace.hash_key:
         found = hash_key_id(namespace.hash_key) or "none"
         raise ConfigError(

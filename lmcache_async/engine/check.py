@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
-from lmcache_async.config import EngineConfig, LoadedConfig, TierSpec, survey_config
-from lmcache_async.config.validation import LEFT_OUT, KeyPath, placed_lines
+from lmcache_async.config import EngineConfig, LoadedConfig, survey_config
+from lmcache_async.config.validation import KeyPath, placed_lines
 from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
-from lmcache_async.engine.tiers import LayerMaker, add_arena_tier, make_tier, placed_layers
+from lmcache_async.engine.tiers import configured_tiers
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -52,37 +53,29 @@ def problems(
     `source_of` gives the place where a key was set; None for keys that are not set.
     """
     third_party = config.plugins.third_party
-    layer_maker = LayerMaker(registry, config, default_logger(), EngineMetrics())
-    of_tiers, rest = _Problems(), _Problems()
-    arena_tiers: list[TierSpec] = []
-    for spec in config.tiers:
-        in_arena = False
-        with of_tiers.at(spec.where, spec.origin.part):
-            in_arena = make_tier(spec, registry, third_party=third_party).capabilities.in_arena
-            if in_arena:
-                add_arena_tier(spec, arena_tiers)
-        for layer in reversed(placed_layers(spec, spec.layers or ())):
-            if layer.name != LEFT_OUT:
-                with of_tiers.at(layer.where, layer.origin.part):
-                    layer_maker.layer(spec, layer, in_arena=in_arena)
+    of_tiers: list[str] = []
+    rest: list[str] = []
+    at = partial(_collected, of_tiers)
+    for _ in configured_tiers(registry, config, default_logger(), EngineMetrics(), at=at):
+        pass
     for where, names_of, takes, gives in (
         ("store.stages", store_stages, StoreRequest, BatchStored),
         ("retrieve.stages", retrieve_stages, RetrieveRequest, RetrieveReport),
     ):
-        with rest.at(where):
+        with _collected(rest, where):
             names = names_of(config)
             stages: list[StageInfo] = []
             for name in names:
-                with rest.at(where):
+                with _collected(rest, where):
                     stage = registry.load(STAGES, name, third_party=third_party)
                     stages.append(describe(name, cast("Stage[Any, Any]", stage)))
             if len(stages) == len(names):
                 Chain(stages).check_ends(takes, gives)
     for read in (config.read_hash_key, config.encryption.read_keys):
-        with rest.at(""):
+        with _collected(rest, ""):
             read()
-    rest.lines += check_endpoint(config.http)
-    return list(dict.fromkeys([*of_tiers.lines, *placed_lines(rest.lines, source_of)]))
+    rest += check_endpoint(config.http)
+    return list(dict.fromkeys([*of_tiers, *placed_lines(rest, source_of)]))
 
 
 def refusal(error: LMCacheAsyncError, config: EngineConfig, registry: Registry) -> LMCacheAsyncError:
@@ -95,38 +88,29 @@ def refusal(error: LMCacheAsyncError, config: EngineConfig, registry: Registry) 
 
 def tier_capabilities(config: EngineConfig, registry: Registry) -> dict[str, Capabilities]:
     """Return the capabilities of each tier by its id. Tiers that cannot be constructed are left out."""
-    found = {}
-    for spec in config.tiers:
-        try:
-            tier = make_tier(spec, registry, third_party=config.plugins.third_party)
-            found[spec.id] = tier.capabilities
-        except Exception:  # noqa: BLE001, S112 - reported at the start and by the check of the configuration
-            continue
-    return found
+    ignored: list[str] = []  # reported at the start and by the check of the configuration
+    at = partial(_collected, ignored)
+    tiers = configured_tiers(registry, config, default_logger(), EngineMetrics(), at=at)
+    return {spec.id: tier.capabilities for spec, tier, _ in tiers}
 
 
-class _Problems:
-    """Lines of the errors of several steps."""
+@contextlib.contextmanager
+def _collected(lines: list[str], where: str, part: str = "") -> Iterator[None]:
+    """Add a line for each line of an error that the block raises.
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    @contextlib.contextmanager
-    def at(self, where: str, part: str = "") -> Iterator[None]:
-        """Add a line for each line of an error that the block raises.
-
-        Args:
-            where: The place in the configuration; added to lines without one.
-            part: The part of the configuration in that place. A line that names it has a place already.
-        """
-        try:
-            yield
-        except LMCacheAsyncError as error:
-            text = str(error)
-        except Exception as error:  # noqa: BLE001 - a third-party plug-in may raise anything
-            text = f"it cannot be created: {type(error).__name__}: {error!s:.200}".replace("\n", " ")
-        else:
-            return
-        for line in text.split("\n"):
-            has_place = not where or line.startswith(where) or (part and f": {part}: " in line)
-            self.lines.append(line if has_place else f"{where}: {line}")
+    Args:
+        lines: Lines of the errors so far.
+        where: The place in the configuration; added to lines without one.
+        part: The part of the configuration in that place. A line that names it has a place already.
+    """
+    try:
+        yield
+    except LMCacheAsyncError as error:
+        text = str(error)
+    except Exception as error:  # noqa: BLE001 - a third-party plug-in may raise anything
+        text = f"it cannot be created: {type(error).__name__}: {error!s:.200}".replace("\n", " ")
+    else:
+        return
+    for line in text.split("\n"):
+        has_place = not where or line.startswith(where) or (part and f": {part}: " in line)
+        lines.append(line if has_place else f"{where}: {line}")

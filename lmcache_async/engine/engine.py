@@ -17,7 +17,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.arguments import Mask, leading_false, row_ids
-from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger, instruments_of
+from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger
 from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, MemoryLookups, Pins
@@ -26,8 +26,9 @@ from lmcache_async.engine.status import EngineSource, status_page
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.metrics.instrument import Instrument
+from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.requests import RecentRequests
+from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored, Drops
 from lmcache_async.pipeline.runner import Once
@@ -137,7 +138,10 @@ class CacheEngine:
         except START_ERRORS as error:
             raise refusal(error, config, registry) from error
         try:
-            engine = cls(config, parts, groups, instruments_of(config, logger, instrument))
+            instruments = [instrument or LogInstrument(logger.logger)]
+            if config.tracing.enabled:
+                instruments.append(TracingInstrument())
+            engine = cls(config, parts, groups, instruments)
             await parts.stack.open(parts.arena)
         except BaseException:
             parts.free()
@@ -400,9 +404,17 @@ class CacheEngine:
             instrument.planned(plan)
 
     def statistics(self) -> EngineStatistics:
-        parts, pinned = self._parts, self._pins.count
-        return EngineStatistics.of(
-            parts.arena, parts.stack, pinned_chunks=pinned, running=len(self._running())
+        arena, stack = self._parts.arena, self._parts.stack
+        return EngineStatistics(
+            arena=arena.statistics(),
+            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
+            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
+            layers={stacked.id: stacked.tier.layer_statistics() for stacked in stack.tiers},
+            counts=stack.metrics.tier_counts(),
+            pinned_chunks=self._pins.count,
+            running=len(self._running()),
+            late_calls=stack.late_calls,
+            in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
         )
 
     def _root(self, namespace: RequestNamespace) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmcache_async.memory.arena import Arena, ArenaStatistics
+from lmcache_async.memory.arena import ArenaStatistics
 from lmcache_async.memory.budget import BudgetStatistics
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.tiers.base import TierStatistics
@@ -13,7 +13,6 @@ from lmcache_async.tiers.middleware.base import LayerStatistics
 from lmcache_async.tiers.middleware.breaker import BreakerStatistics
 from lmcache_async.tiers.middleware.limit import LimitStatistics
 from lmcache_async.tiers.middleware.retry import RetryStatistics
-from lmcache_async.tiers.stack import TierStack
 from lmcache_async.tiers.writer import WriterStatistics
 
 
@@ -44,21 +43,6 @@ class EngineStatistics:
     running: int
     late_calls: int
     in_arena: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, arena: Arena, stack: TierStack, *, pinned_chunks: int, running: int) -> EngineStatistics:
-        """Take a snapshot."""
-        return cls(
-            arena=arena.statistics(),
-            tiers={stacked.id: stacked.tier.statistics() for stacked in stack.tiers},
-            writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
-            layers={stacked.id: stacked.tier.layer_statistics() for stacked in stack.tiers},
-            counts=stack.metrics.tier_counts(),
-            pinned_chunks=pinned_chunks,
-            running=running,
-            late_calls=stack.late_calls,
-            in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
-        )
 
     def add_to(self, out: Samples) -> None:
         """Add what the engine's parts hold to the samples of its metrics."""

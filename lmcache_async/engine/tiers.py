@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
+from lmcache_async.config.validation import LEFT_OUT
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
@@ -43,27 +45,24 @@ def stacked_tiers(
     Raises:
         ConfigError: A name or an option of a tier or a layer is wrong.
     """
-    layer_maker = LayerMaker(registry, config, logger, metrics or EngineMetrics())
     rank = namespace.rank if namespace.world_size > 1 else None
     stacked = []
-    arena_tiers: list[TierSpec] = []
-    for spec in config.tiers:
-        tier = make_tier(spec, registry, third_party=config.plugins.third_party, rank=rank, replica=replica)
-        in_arena = tier.capabilities.in_arena
-        if in_arena:
-            add_arena_tier(spec, arena_tiers)
+    for spec, tier, layers in configured_tiers(
+        registry, config, logger, metrics or EngineMetrics(), rank=rank, replica=replica
+    ):
         handle = TierHandle(
             tier,
             name=spec.id,
             logger=logger,
-            layers=layer_maker.layers(spec, in_arena=in_arena),
+            layers=layers,
             timeout_s=spec.timeout_s,
             open_timeout_s=spec.open_timeout_s,
             close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
             watcher=watcher,
         )
         writer = None
-        if not in_arena and handle.capabilities.writes:  # a tier in the arena stores a chunk at once
+        # A tier in the arena stores a chunk at once.
+        if handle.capabilities.writes and not handle.capabilities.in_arena:
             writer = TierWriter(
                 handle,
                 max_bytes=config.max_pending_write_bytes,
@@ -74,19 +73,71 @@ def stacked_tiers(
     return stacked
 
 
-def add_arena_tier(spec: TierSpec, others: list[TierSpec]) -> None:
-    """Add a tier in the arena to the `others`.
+def configured_tiers(
+    registry: Registry,
+    config: EngineConfig,
+    logger: LimitedLogger,
+    metrics: EngineMetrics,
+    *,
+    rank: int | None = None,
+    replica: int = 0,
+    at: Callable[[str, str], AbstractContextManager[object]] = lambda where, part: nullcontext(),
+) -> Iterator[tuple[TierSpec, Tier, list[Layer]]]:
+    """Make each configured tier, not opened, with its layers, outermost first.
+
+    Args:
+        at: Returns a context in which the tier or layer at a place and in a part of the configuration is made. What
+            is not made because the context suppresses the error is left out.
 
     Raises:
-        ConfigError: One of them is of the same kind. Each would keep the chunks of the other from eviction.
+        LMCacheAsyncError: A name or an option is wrong, a package is missing, or parts do not fit together.
     """
-    for other in others:
-        if other.name == spec.name:
-            raise ConfigError(
-                f"{spec.where}: the tier {other.id!r} keeps chunks in the arena too, and neither could evict chunks"
-                " that both have; remove one of them"
-            )
-    others.append(spec)
+    third_party = config.plugins.third_party
+    shared = Shared()
+    arena_tiers: dict[str, TierSpec] = {}
+    for spec in config.tiers:
+        tier: Tier | None = None
+        in_arena = False
+        with at(spec.where, spec.origin.part):
+            made = make_tier(spec, registry, third_party=third_party, rank=rank, replica=replica)
+            in_arena = made.capabilities.in_arena
+            tier = made
+            if in_arena and (other := arena_tiers.setdefault(spec.name, spec)) is not spec:
+                raise ConfigError(
+                    f"{spec.where}: the tier {other.id!r} keeps chunks in the arena too, and neither could evict"
+                    " chunks that both have; remove one of them"
+                )
+        usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
+        layers: list[Layer] = []
+        # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
+        for index, named in reversed([*enumerate(usual if spec.layers is None else spec.layers)]):
+            layer = named.placed(spec.origin.within(("layers", index), f"layers[{index}] ({named.id})"))
+            if layer.name == LEFT_OUT:
+                continue
+            with at(layer.where, layer.origin.part):
+                layer_class = registry.load_class(
+                    LAYERS, layer.name, Layer, where=layer.where, third_party=third_party
+                )
+                if in_arena and not layer_class.fits_arena:
+                    raise ConfigError(
+                        f"{layer.where}: a tier in host memory answers at once and shares its buffers with all"
+                        f" readers; remove the layer {layer.name!r} from its `layers`"
+                    )
+                options = validate_options(
+                    layer_class.options_type, layer.options, layer.origin, beside=("id",)
+                )
+                context = LayerContext(
+                    tier=spec.id,
+                    layer=layer.id,
+                    timeout_s=spec.timeout_s,
+                    logger=logger,
+                    shared=shared,
+                    where=layer.where,
+                    metrics=metrics.tier(spec.id),
+                )
+                layers.insert(0, layer_class(options, context))
+        if tier is not None:
+            yield spec, tier, layers
 
 
 def make_tier(
@@ -100,58 +151,3 @@ def make_tier(
     tier_class = registry.load_class(TIERS, spec.name, Tier, where=spec.where, third_party=third_party)
     options = validate_options(tier_class.config_type, spec.options, spec.origin)
     return tier_class(options.for_process(rank=rank, replica=replica))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMaker:
-    """Makes the layers of the tiers of one engine."""
-
-    registry: Registry
-    config: EngineConfig
-    logger: LimitedLogger
-    metrics: EngineMetrics
-    shared: Shared = field(default_factory=Shared)
-
-    def layers(self, spec: TierSpec, *, in_arena: bool) -> list[Layer]:
-        """Return the layers of a tier, outermost first."""
-        usual = USUAL_ARENA_LAYERS if in_arena else USUAL_LAYERS
-        layers: list[Layer] = []
-        # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
-        for layer in reversed(placed_layers(spec, usual if spec.layers is None else spec.layers)):
-            layers.insert(0, self.layer(spec, layer, in_arena=in_arena))
-        return layers
-
-    def layer(self, tier: TierSpec, spec: LayerSpec, *, in_arena: bool) -> Layer:
-        """Return a layer of a tier.
-
-        Raises:
-            ConfigError: No layer has this name, the class is not a layer, or it does not fit the tier.
-            MissingDependencyError: A required package is not installed.
-        """
-        layer_class = self.registry.load_class(
-            LAYERS, spec.name, Layer, where=spec.where, third_party=self.config.plugins.third_party
-        )
-        if in_arena and not layer_class.fits_arena:
-            raise ConfigError(
-                f"{spec.where}: a tier in host memory answers at once and shares its buffers with all readers; remove"
-                f" the layer {spec.name!r} from its `layers`"
-            )
-        options = validate_options(layer_class.options_type, spec.options, spec.origin, beside=("id",))
-        context = LayerContext(
-            tier=tier.id,
-            layer=spec.id,
-            timeout_s=tier.timeout_s,
-            logger=self.logger,
-            shared=self.shared,
-            where=spec.where,
-            metrics=self.metrics.tier(tier.id),
-        )
-        return layer_class(options, context)
-
-
-def placed_layers(spec: TierSpec, layers: tuple[LayerSpec, ...]) -> list[LayerSpec]:
-    """Return the layers of a tier with their places in the configuration."""
-    return [
-        layer.placed(spec.origin.within(("layers", index), f"layers[{index}] ({layer.id})"))
-        for index, layer in enumerate(layers)
-    ]

@@ -35,7 +35,7 @@ class Stage(Protocol[In_contra, Out_co]):
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """Description of a stage in a chain.
+    """Description of a stage in a chain. The flags are those of `Stage`.
 
     Attributes:
         name: Name for messages.
@@ -43,10 +43,6 @@ class StageInfo:
         takes: Annotated type of its argument.
         gives: Annotated type of its result.
         result_type: Class of its result; object if `gives` is not a class.
-        per_request: See `Stage`.
-        ordered: See `Stage`.
-        reads_device: See `Stage`.
-        writes_device: See `Stage`.
     """
 
     name: str
@@ -54,10 +50,13 @@ class StageInfo:
     takes: Any
     gives: Any
     result_type: type
-    per_request: bool
-    ordered: bool
-    reads_device: bool
-    writes_device: bool
+    per_request: bool = False
+    ordered: bool = False
+    reads_device: bool = False
+    writes_device: bool = False
+
+
+_FLAGS = ("per_request", "ordered", "reads_device", "writes_device")
 
 
 def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
@@ -89,10 +88,7 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
         takes=takes,
         gives=gives,
         result_type=gives if isinstance(gives, type) else object,
-        per_request=bool(getattr(stage, "per_request", False)),
-        ordered=bool(getattr(stage, "ordered", False)),
-        reads_device=bool(getattr(stage, "reads_device", False)),
-        writes_device=bool(getattr(stage, "writes_device", False)),
+        **{flag: bool(getattr(stage, flag, False)) for flag in _FLAGS},
     )
 
 
