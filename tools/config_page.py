@@ -75,7 +75,7 @@ def _tables() -> Iterator[str]:
     for name, field in sections.items():
         assert isinstance(field.annotation, type)
         assert issubclass(field.annotation, BaseModel)
-        yield from _table(f"`{name}`", f"{name}.", field.annotation.model_fields, field.description)
+        yield from _table(f"`{name}`", f"{name}.", field.annotation.model_fields, field.annotation.__doc__)
     for name, model in ENTRIES.items():
         intro = f"Each entry is a name or a mapping with these keys and the options of the {name[:-1]}."
         yield from _table(f"Entries of `{name}`", "", model.model_fields, intro)

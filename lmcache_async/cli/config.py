@@ -286,7 +286,7 @@ def _loosen_sections(properties: dict[str, Any], definitions: dict[str, Any], re
             inner["stages"] |= {"anyOf": [names, {"type": "string"}]}
         properties[name] = {
             "anyOf": [{"$ref": f"#/$defs/{section.__name__}"}, {"type": "null"}],
-            "description": info.description,
+            "description": definitions[section.__name__]["description"],
         }
         properties |= {f"{name}.{key}": part for key, part in inner.items()}
 

@@ -376,7 +376,10 @@ class VLLMConfig(Section):
 
 
 class EngineConfig(Section):
-    """Configuration of a cache engine, made by `load_config`. The defaults are a working configuration."""
+    """Configuration of a cache engine, made by `load_config`. The defaults are a working configuration.
+
+    The docstring of its class describes each section.
+    """
 
     chunk_size: Annotated[Count, Field(le=MAX_CHUNK_SIZE)] = 256
     """Tokens per chunk."""
@@ -394,27 +397,18 @@ class EngineConfig(Section):
     """Longest wait for queued writes when the engine closes, in seconds; the rest is dropped. At least
     store.max_pending_write_s, and less than vLLM's --shutdown-timeout."""
     arena: ArenaConfig = ArenaConfig()
-    """Host memory."""
     gpu: GPUConfig = GPUConfig()
-    """Copies between a GPU and host memory."""
     tiers: Annotated[tuple[TierSpec, ...], BeforeValidator(_parse_tiers)] = Field(
         default_factory=lambda: (TierSpec.model_validate("cpu"),)
     )
     """The tiers, fastest first."""
     store: StoreConfig = StoreConfig()
-    """Stores, from device memory to the tiers."""
     retrieve: RetrieveConfig = RetrieveConfig()
-    """Retrieves, from the tiers to device memory."""
     encryption: EncryptionConfig = EncryptionConfig()
-    """Encryption of records outside of the process's memory."""
     tracing: TracingConfig = TracingConfig()
-    """OpenTelemetry spans."""
     http: HTTPConfig = HTTPConfig()
-    """The status page and metrics; disabled by default."""
     vllm: VLLMConfig = VLLMConfig()
-    """Settings of the vLLM connector."""
     plugins: PluginsConfig = PluginsConfig()
-    """Allowed sources of tiers, layers and stages."""
 
     @property
     def max_pending_write_bytes(self) -> int:

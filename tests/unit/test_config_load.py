@@ -200,8 +200,10 @@ def test_options_of_a_tier_are_beside_its_name_or_under_options():
 
 @pytest.mark.parametrize(("path", "info"), [*leaves(EngineConfig), *leaves(TierSpec)])
 def test_every_field_is_documented(path, info):
-    assert info.description, path
-    assert info.description.endswith((".", ")"))
+    text = info.description or info.annotation.__doc__  # of a section: that of its class
+
+    assert text, path
+    assert text.endswith((".", ")"))
 
 
 def test_a_config_cannot_be_changed():
