@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
@@ -338,30 +337,6 @@ async def _writes_view(tier, key, buffer):
     buffer.view[-8:] = b"\xee" * 8
 
 
-@mode("put writes into the padded view of its buffer")
-async def _writes_padding(tier, key, buffer):
-    buffer.padded_view[buffer.nbytes // 2] ^= 0xFF
-
-
-@mode("put writes into the array of its buffer")
-async def _writes_array(tier, key, buffer):
-    array = buffer.array
-    array.flags.writeable = True
-    array[-8:] ^= 0xFF
-
-
-@mode("put writes into a tensor of its buffer")
-async def _writes_tensor(tier, key, buffer):
-    buffer.tensor(torch.uint8, (buffer.nbytes,))[-8:] = 0xEE
-    tier.records[key] = bytes(buffer.view)
-
-
-@mode("put writes through a lease of its own")
-async def _writes_through_retained(tier, key, buffer):
-    with buffer.retain() as lease:
-        lease.view[-8:] = b"\xee" * 8
-
-
 @mode("put resizes its buffer")
 async def _resizes(tier, key, buffer):
     tier.records[key] = bytes(buffer.view)
@@ -420,12 +395,6 @@ async def _changes_items(tier, items):
 async def _fails_after_allocate(tier, key, allocate):
     await allocate(100)
     raise ValueError("of this test")
-
-
-@mode("get raises SystemExit after allocate")
-async def _exits_after_allocate(tier, key, allocate):
-    await allocate(100)
-    raise SystemExit(1)
 
 
 @mode("get raises with views of its memory in the traceback")
@@ -490,13 +459,6 @@ async def _allocates_later(tier, key, allocate):
 @mode("get answers a released buffer")
 async def _released(tier, key, allocate):
     buffer = await DictTier.get(tier, key, allocate)
-    buffer.release()
-    return buffer
-
-
-@mode("get answers a buffer released twice")
-async def _released_twice(tier, key, allocate):
-    buffer = await _released(tier, key, allocate)
     buffer.release()
     return buffer
 

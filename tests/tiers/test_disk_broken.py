@@ -7,12 +7,10 @@ import errno
 import logging
 import os
 import socket
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
@@ -354,23 +352,6 @@ async def test_closing_ends_a_scrub(config, arena):
         assert not running.done()
     with pytest.raises(TierClosedError, match="was closed"):
         await running
-
-
-async def test_a_scrub_hashes_in_threads_alone(config, arena, monkeypatch):
-    threads: set[int] = set()
-    real = xxhash.xxh3_128
-
-    def hash_here() -> object:
-        threads.add(threading.get_ident())
-        return real()
-
-    monkeypatch.setattr(xxhash, "xxh3_128", hash_here)
-    async with DiskTier(config) as tier:
-        await put(tier, arena, 1, 2)
-        await tier.scrub()
-
-    assert threads
-    assert threading.get_ident() not in threads
 
 
 async def test_periodic_scrubs_go_on_after_one_that_failed(config, monkeypatch):

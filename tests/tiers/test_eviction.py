@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
@@ -101,35 +100,21 @@ def test_a_batch_without_its_beginning_is_evicted_suffix_first(forest, data):
     assert policy.evict(len(prompt) - first, anyone) == prompt[first:][::-1]
 
 
-def test_a_prefix_shared_by_two_requests_outlives_both_suffixes():
+@given(forest=forests(), data=st.data())
+def test_chunks_go_in_order_of_last_use_and_each_after_all_that_continue_it(forest, data):
+    """A use is a whole prompt, or its end from a stored chunk on, as in decoding."""
     policy = LRUPolicy()
-    shared = [key(0), key(1)]
-    use(policy, [*shared, key(10), key(11)])
-    use(policy, [*shared, key(20)])
+    used: dict[ChunkKey, int] = {}
+    depth: dict[ChunkKey, int] = {}
+    for time in range(data.draw(st.integers(1, 15), label="uses")):
+        path = forest.path(data.draw(st.integers(0, len(forest.parents) - 1), label="prompt"))
+        starts = [0, *(place for place, chunk in enumerate(path) if chunk in used)]
+        use(policy, path[data.draw(st.sampled_from(starts), label="start") :])
+        # A chunk is as recent as the newest chunk that continues it.
+        used.update(dict.fromkeys(path, time))
+        depth.update({chunk: place for place, chunk in enumerate(path)})
 
-    assert policy.evict(5, anyone) == [key(11), key(10), key(20), key(1), key(0)]
-
-
-def test_decoding_that_grows_an_old_prompt_keeps_the_prompt():
-    policy = LRUPolicy()
-    old = [key(0), key(1)]
-    use(policy, old)
-    use(policy, [key(50)])
-    use(policy, [key(1), key(2)])
-
-    assert policy.evict(4, anyone) == [key(50), key(2), key(1), key(0)]
-
-
-@given(st.lists(st.integers(0, 9)))
-def test_single_chunk_prompts_go_in_order_of_last_use(uses):
-    policy = LRUPolicy()
-    model: OrderedDict[ChunkKey, None] = OrderedDict()
-    for number in uses:
-        use(policy, [key(number)])
-        model[key(number)] = None
-        model.move_to_end(key(number))
-
-    assert policy.evict(len(model), anyone) == list(model)
+    assert policy.evict(len(policy), anyone) == sorted(used, key=lambda chunk: (used[chunk], -depth[chunk]))
 
 
 @given(

@@ -56,27 +56,24 @@ def retrying(inner, *, timeout_s=30.0, dice=None, **options) -> LayeredTier:
     return LayeredTier(inner, layer, timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize(
+    ("failures", "options", "seconds"),
+    [
+        (2, {"attempts": 3, "base_s": 0.5, "max_s": 10}, 0.5 + 1.0),
+        (9, {"attempts": 10, "base_s": 1, "max_s": 2, "timeout_s": 100}, 1 + 8 * 2),
+    ],
+    ids=["growing", "up to max_s"],
+)
 @in_virtual_time
-async def test_a_call_that_fails_twice_succeeds_at_the_third_attempt_after_growing_pauses():
+async def test_a_call_succeeds_after_pauses_that_grow_up_to_their_bound(failures, options, seconds):
     inner = fill(ToldTier(), 1)
-    inner.told.extend([away(), away()])
-    tier = retrying(inner, attempts=3, base_s=0.5, max_s=10)
+    inner.told.extend(away() for _ in range(failures))
+    tier = retrying(inner, **options)
     start = now()
 
     assert await tier.contains(KEYS[0])
-    assert now() - start == pytest.approx(0.5 + 1.0)
-    assert tier.layer_statistics() == RetryStatistics(retries=2, recovered=1, exhausted=0)
-
-
-@in_virtual_time
-async def test_pauses_do_not_grow_beyond_their_bound():
-    inner = fill(ToldTier(), 1)
-    inner.told.extend(away() for _ in range(9))
-    tier = retrying(inner, attempts=10, base_s=1, max_s=2, timeout_s=100)
-    start = now()
-
-    assert await tier.contains(KEYS[0])
-    assert now() - start == pytest.approx(1 + 8 * 2)
+    assert now() - start == pytest.approx(seconds)
+    assert tier.layer_statistics() == RetryStatistics(retries=failures, recovered=1, exhausted=0)
 
 
 @in_virtual_time
@@ -196,34 +193,27 @@ async def test_no_pause_is_begun_that_would_end_after_the_deadline():
     assert len(inner.calls) == 4
 
 
+@pytest.mark.parametrize(("again", "attempts"), [([], 1), ([HANG], 2)], ids=["in a pause", "in a retry"])
 @in_virtual_time
-async def test_a_cancelled_call_ends_in_its_pause_and_leaves_no_lease(arena):
+async def test_a_call_cancelled_after_its_first_attempt_ends_at_once_and_leaves_no_lease(
+    arena, again, attempts
+):
     inner = fill(ToldTier(), 4)
     inner.told_of[KEYS[2]].append(away())
-    task = asyncio.ensure_future(retrying(inner, base_s=5, max_s=5).get_many(KEYS, allocator(arena)))
+    inner.told.extend([None, *again])
+    tier = retrying(inner, base_s=0.5 if again else 5, max_s=5)
+    task = asyncio.ensure_future(tier.get_many(KEYS, allocator(arena)))
     start = now()
     await asyncio.sleep(1)
+    assert len(inner.calls) == attempts
     assert arena.statistics().leased_slabs == 3
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
     assert now() - start == pytest.approx(1)
-    assert len(inner.calls) == 1
+    assert len(inner.calls) == attempts
     assert arena.statistics().leased_slabs == 0
-
-
-@in_virtual_time
-async def test_a_call_cancelled_in_a_later_attempt_leaves_no_lease(arena):
-    inner = fill(ToldTier(), 4)
-    inner.told_of[KEYS[2]].append(away())
-    inner.told.extend([None, HANG])
-    task = asyncio.ensure_future(retrying(inner).get_many(KEYS, allocator(arena)))
-    await asyncio.sleep(1)
-    assert len(inner.calls) == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_jitter_is_full_and_repeats_with_its_seed():

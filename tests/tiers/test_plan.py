@@ -47,7 +47,7 @@ def stack_of(tiers):
 
 
 @st.composite
-def matrices(draw, *, may_fail=False, all_local=False):
+def matrices(draw, *, may_fail=False):
     """Tiers and their keys: any combination of presence."""
     keys = [key_of(position) for position in range(draw(st.integers(0, 10)))]
     # Mostly present: with even odds long prefixes are rare.
@@ -56,7 +56,7 @@ def matrices(draw, *, may_fail=False, all_local=False):
     tiers = [
         ListedTier(
             set(keys) - draw(absent) if draw(st.booleans()) else draw(present),
-            local=all_local or draw(st.booleans()),
+            local=draw(st.booleans()),
             fails=may_fail and draw(st.booleans()),
         )
         for _ in range(draw(st.integers(0, 4)))
@@ -83,16 +83,6 @@ def test_a_plan_is_the_longest_prefix_of_the_union_and_each_tier_has_its_chunks(
         assert cause == ""
     else:
         assert cause == ("tier_error" if any(tier.fails for tier in tiers) else "miss")
-
-
-@given(matrices(all_local=True))
-def test_with_local_indices_each_chunk_comes_from_the_fastest_tier_that_has_it(case):
-    tiers, keys = case
-
-    planned, _ = asyncio.run(stack_of(tiers).plan(keys))
-
-    for key, index in zip(keys, planned, strict=False):
-        assert index == next(i for i, tier in enumerate(tiers) if key in tier.present)
 
 
 @given(matrices())

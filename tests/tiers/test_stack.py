@@ -172,30 +172,6 @@ async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
         check_and_release(fetched, [0, 1, 2])
 
 
-async def test_a_whole_call_that_fails_is_served_by_a_slower_tier(arena):
-    class Away(DictTier):
-        async def get_many(self, keys, allocate):
-            raise TierUnavailableError("away")
-
-    async with Opened(arena, holding([0, 1], Away), holding([0, 1])) as stack:
-        fetched = await stack.fetch([key_of(0), key_of(1)], [0, 0], allocate_from(arena))
-
-        assert fetched.tiers == (1, 1)
-        check_and_release(fetched, [0, 1])
-
-
-async def test_without_memory_for_all_the_leading_chunks_are_served():
-    arena = small_arena(2)
-    async with Opened(arena, holding([0, 1, 2, 3])) as stack:
-        fetched = await stack.fetch([key_of(n) for n in range(4)], [0] * 4, allocate_from(arena))
-
-        assert 0 < len(fetched.buffers) <= 2
-        assert fetched.cause == "vanished"
-        check_and_release(fetched, range(len(fetched.buffers)))
-    assert arena.statistics().leased_slabs == 0
-    arena.close()
-
-
 class AtOnce(Executor):
     """Runs each call in `submit`."""
 
@@ -319,23 +295,6 @@ def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_reported_once(f
     asyncio.run(check())
 
 
-async def test_memory_keeps_a_chunk_at_once_while_a_slow_tier_writes(arena):
-    gated = GatedTier(DictTier())
-    cpu, outcomes, items = CPUTier(CPUConfig()), [], filled(arena, [0])
-    async with Opened(arena, cpu, gated) as stack:
-        await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
-        release(buffer for _, buffer in items)
-
-        assert await cpu.contains(key_of(0))
-        await gated.parked.wait()
-        assert outcomes == []
-        assert not await stack.flush(timeout_s=0.01)
-        gated.open_gate()
-        assert await stack.flush(timeout_s=5)
-        await turns(2)
-        assert outcomes == [(0, "")]
-
-
 async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
     class Away(CPUTier):
         async def put_many(self, items):
@@ -414,36 +373,22 @@ async def test_a_promotion_does_not_wait_for_room_and_does_not_raise(arena):
         gated.open_gate()
 
 
-async def test_a_record_that_fails_verification_is_counted_and_removed_from_its_tier(arena):
-    fast, slow = holding([0]), holding([0])
-    async with Opened(arena, fast, slow) as stack:
-        await stack.discard(1, key_of(0), "checksum")
-
-        assert (key_of(0) in fast.records, key_of(0) in slow.records) == (True, False)
-        assert stack.metrics.tier_counts()["t1.corrupt.checksum"] == 1
-
-
-async def test_a_removal_that_fails_is_counted(arena):
+async def test_a_record_that_fails_verification_is_removed_from_its_tier_and_both_are_counted(arena):
     class Stays(DictTier):
         async def remove(self, key):
             raise TierUnavailableError("away")
 
-    async with Opened(arena, Stays()) as stack:
-        await stack.discard(0, key_of(0), "key")
+    fast, slow = holding([0]), holding([0])
+    async with Opened(arena, fast, slow, holding([0], Stays)) as stack:
+        await stack.discard(1, key_of(0), "checksum")
+        await stack.discard(2, key_of(0), "key")
 
-        assert stack.metrics.tier_counts() == Counter(
-            {"t0.corrupt.key": 1, "t0.errors.TierUnavailableError": 1}
-        )
-
-
-async def test_only_chunks_in_the_arena_are_leased_for_a_pin(arena):
-    cpu = CPUTier(CPUConfig())
-    async with Opened(arena, cpu, holding([1])) as stack:
-        await write(stack, arena, [0, 2])
-        leases = await stack.lease_in_arena([key_of(n) for n in range(4)], [0, 1, 0, 0])
-
-        assert [bytes(buffer.view) for buffer in leases] == [content_of(0), content_of(2)]
-        release(leases)
+        assert (key_of(0) in fast.records, key_of(0) in slow.records) == (True, False)
+        assert stack.metrics.tier_counts() == {
+            "t1.corrupt.checksum": 1,
+            "t2.corrupt.key": 1,
+            "t2.errors.TierUnavailableError": 1,
+        }
 
 
 class Arenaish(TurningTier):
