@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -135,29 +134,6 @@ async def test_a_reclaimer_provides_slabs_when_none_is_free(arena: Arena) -> Non
     release([one, two, *rest])
 
 
-async def test_reclaimers_are_asked_again_when_something_else_lets_go(arena: Arena) -> None:
-    """A chunk in use cannot be evicted; when its reader ends, a waiting call gets its slab."""
-    kept = all_slabs(arena)
-    readers = [buffer.retain() for buffer in kept]
-    in_use = True
-
-    def reclaim(wanted: int) -> int:
-        if in_use:
-            return 0
-        kept.pop().release()
-        return 1
-
-    arena.add_reclaimer(reclaim)
-    task = lease(arena)
-    await turns(4)
-    assert not task.done()
-
-    in_use = False
-    release(readers)
-    (await task).release()
-    release(kept)
-
-
 async def test_a_reclaimer_never_runs_inside_a_release(arena: Arena) -> None:
     """Its tier could be in the middle of a change."""
     buffers = all_slabs(arena)
@@ -217,17 +193,4 @@ async def test_close_ends_all_waits() -> None:
     assert arena.lease_nowait(1) is None
     with pytest.raises(BudgetExceededError, match="closed"):
         await arena.lease(1, timeout_s=FOREVER)
-    release(buffers)
-
-
-def test_a_slab_referenced_only_by_a_view_survives_the_garbage_collector(arena: Arena) -> None:
-    buffers = all_slabs(arena)
-    views = [buffer.array for buffer in buffers]
-    release(buffers)
-    gc.collect()
-
-    assert arena.statistics().lingering_slabs == SLABS
-    del views
-    buffers = all_slabs(arena)
-    assert len(buffers) == SLABS
     release(buffers)

@@ -21,22 +21,6 @@ async def waiting(budget: ByteBudget, *sizes: int) -> list[asyncio.Task[None]]:
     return tasks
 
 
-async def test_reservations_are_served_in_order_and_never_overtaken() -> None:
-    budget = ByteBudget(10)
-    await budget.reserve(8, timeout_s=0)
-    large, small = await waiting(budget, 9, 1)
-
-    assert not budget.reserve_nowait(1)  # it would fit, but others are first
-    budget.release(7)
-    await turns(3)
-    assert not small.done()
-    budget.release(1)
-    await turns(3)
-    assert large.done()
-    assert small.done()
-    assert budget.statistics().used_bytes == 10
-
-
 async def test_more_than_the_whole_budget_fails_at_once() -> None:
     budget = ByteBudget(10)
 
@@ -77,7 +61,13 @@ def test_negative_sizes_are_bugs(call: str) -> None:
 FULL = [("reserve", 12), ("turn", 0), ("reserve", 12), ("reserve", 12), ("turn", 0)]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "cancel", "turn"]), st.integers(0, 12))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["reserve", "reserve_nowait", "release", "cancel", "turn"]), st.integers(0, 12)
+        )
+    )
+)
 @example([*FULL, ("release", 0), ("cancel", 0), ("turn", 0)])  # cancelled in the iteration of its grant
 @example([*FULL, ("cancel", 0), ("release", 0), ("turn", 0)])
 @example([*FULL, ("reserve", 0), ("cancel", 0), ("cancel", 1), ("turn", 0)])
@@ -99,6 +89,12 @@ def test_the_budget_holds_and_returns_to_zero(steps: list[tuple[str, int]]) -> N
         for step, number in steps:
             if step == "reserve":
                 tasks.append((asyncio.ensure_future(budget.reserve(number, timeout_s=FOREVER)), number))
+            elif step == "reserve_nowait":
+                await turns(3)
+                settle()
+                granted = not tasks and sum(held) + number <= 12  # others are first
+                assert budget.reserve_nowait(number) == granted
+                held += [number] * granted
             elif step == "release" and held:
                 budget.release(held.pop(number % len(held)))
             elif step == "cancel" and tasks:

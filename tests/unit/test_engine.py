@@ -8,7 +8,7 @@ import torch
 
 from lmcache_async.device import open_copiers
 from lmcache_async.pipeline.batch import StoreRequest
-from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
+from lmcache_async.testing.fakes import GatedTier
 from lmcache_async.testing.rig import Rig
 from tests.support import engines
 from tests.support.engines import chunks_of, leased
@@ -38,17 +38,6 @@ async def test_stored_chunks_are_restored_bit_by_bit_and_other_memory_is_unchang
         assert await engine.lookup(TOKENS) == 40
         await check_retrieve(rig, engine, expected=[True] * 40)
         assert leased(engine) == 0
-
-
-async def test_a_partial_last_chunk_is_stored_and_found():
-    rig = Rig()
-    tokens = TOKENS[:37]
-    async with rig.open() as engine:
-        await store(rig, engine, tokens)
-
-        assert await engine.lookup(tokens) == 37
-        await check_retrieve(rig, engine, tokens, expected=[True] * 37)
-        await check_retrieve(rig, engine, TOKENS, expected=[True] * 32 + [False] * 8)
 
 
 async def test_a_second_store_moves_only_new_chunks():
@@ -89,22 +78,6 @@ async def test_disk_serves_after_a_restart_and_another_model_finds_nothing(tmp_p
         assert await engine.lookup(TOKENS) == 0
 
 
-async def test_tiers_may_alternate_within_one_prompt(tmp_path):
-    rig = Rig()
-    async with rig.open(tiers=["cpu", disk(tmp_path)], **{"retrieve.promote": False}) as engine:
-        await store(rig, engine)
-        chunks = chunks_of(engine, TOKENS)
-        cpu, slow = (stacked.tier for stacked in engine._parts.stack.tiers)
-        for position, chunk in enumerate(chunks):
-            await (slow if position % 2 else cpu).remove(chunk.key)
-
-        result = await engine.lookup_keys([chunk.key for chunk in chunks])
-        assert result.by_tier == {"disk": 3, "cpu": 2}
-        await check_retrieve(rig, engine, expected=[True] * 40)
-        await cpu.remove(chunks[3].key)
-        await check_retrieve(rig, engine, expected=[True] * 24 + [False] * 16)
-
-
 async def test_a_prompt_larger_than_memory_stores_its_prefix():
     rig = Rig(slabs=3)
     async with rig.open() as engine:
@@ -113,29 +86,6 @@ async def test_a_prompt_larger_than_memory_stores_its_prefix():
         assert report.stored == 3
         assert report.dropped["larger_than_memory"] == 2
         await check_retrieve(rig, engine, expected=[True] * 24 + [False] * 16)
-
-
-async def test_a_failing_tier_is_a_miss_and_a_drop_never_an_error():
-    made, rig = Made(FaultyTier), Rig()
-    async with rig.open(tiers=["cpu", "dict"], registry=made.registry) as engine:
-        made.tier.faults.extend([None] * 5 + [unavailable()] * 3)  # contains passes, then puts fail
-        report = await store(rig, engine)
-        assert await engine.flush(timeout_s=60)
-
-        assert report.stored == 5  # memory has all of them
-        assert engine.statistics().counts["dict.dropped.TierError"] == 3
-        await check_retrieve(rig, engine, expected=[True] * 40)
-
-
-async def test_a_slower_tier_steps_in_when_a_faster_one_loses_a_chunk():
-    made, rig = Made(FaultyTier), Rig()
-    registry = FakeRegistry(tiers={"dict": made.tier_class, "last": DictTier})
-    async with rig.open(tiers=["dict", "last"], registry=registry) as engine:
-        await store(rig, engine)
-        assert await engine.flush(timeout_s=60)
-        made.tier.faults.extend([None] * 5 + [None, unavailable(), None])
-
-        await check_retrieve(rig, engine, expected=[True] * 40)
 
 
 async def test_lookups_of_a_silent_tier_end_at_the_deadline_of_the_retrieve():

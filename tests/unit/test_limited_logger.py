@@ -73,21 +73,6 @@ def test_a_named_line_leaves_the_record_as_it_was():
     assert own.texts == ["tier 'disk': 7%", "100%"]
 
 
-def test_later_lines_wait_for_the_interval_and_the_next_one_counts_them():
-    log = Limited(interval_s=30)
-    for now in (0, 1, 2, 29.9):
-        log.now = now
-        log.report("a", "at %s", now)
-    assert log.lines.texts == ["at 0"]
-
-    log.now = 30
-    log.report("a", "at %s", 30)
-    log.now = 60
-    log.report("a", "at %s", 60)
-
-    assert log.lines.texts[1:] == ["at 30 (3 more like this since the last line)", "at 60"]
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_causes_that_carry_data_do_not_grow_the_table_for_ever(times):
     log = Limited()

@@ -307,26 +307,6 @@ def test_planes_are_reported_when_all_parts_before_them_have_ended(firsts, threa
     assert gated.told.empty()
 
 
-@given(firsts_of_parts, st.integers(2, 4), st.lists(st.integers(1, 6), max_size=4))
-def test_free_running_threads_never_report_planes_too_early(firsts, threads, helped):
-    finished, told, early = set(), [], []
-
-    def advance(planes):
-        told.append(planes)
-        early.extend(n for n, first in enumerate(firsts) if first < planes and n not in finished)
-
-    parts = [Part(first, partial(finished.add, number)) for number, first in enumerate(firsts)]
-    parts_queue = PartQueue(parts, 6, advance)
-    with ThreadPoolExecutor(threads) as pool:
-        for planes in [*helped, *[None] * threads]:
-            pool.submit(parts_queue.work, planes)
-        parts_queue.done.result(LONG_S)
-
-    assert early == []
-    assert told == sorted(told)
-    assert told[-1] == 6
-
-
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
 def test_an_error_withdraws_waiting_calls_and_is_raised_when_running_calls_have_ended(pool, error):
     gated = Gated([0, 1, 2, 3], 4, {1: error})

@@ -210,25 +210,18 @@ def test_no_tokens_are_nothing(engine):
 # Masks.
 
 
-@pytest.mark.parametrize("skip", [0, 1, 8, 13, 39, 40])
-def test_leading_false_tokens_of_a_mask_are_not_loaded(engine, paged, skip):
-    store(engine, paged)
-    mask = torch.arange(40) >= skip
-
-    check_retrieve(engine, paged, expected=mask.tolist(), mask=mask)
-
-
-@pytest.mark.parametrize("skipped", [[8], [0, 9, 17], [3, 4, 5], list(range(8, 16)), [39]])
-def test_slots_of_minus_one_are_not_written_and_are_false_in_the_mask(engine, paged, skipped):
+def test_tokens_that_are_false_in_the_mask_or_have_no_slot_are_not_loaded(engine, paged):
+    """test_tokens.py has the property for all masks and slots."""
     store(engine, paged)
     paged.wipe()
     slots = torch.arange(40)
-    slots[skipped] = -1
+    slots[[9, 17]] = -1
+    expected = [token >= 3 and token not in (9, 17) for token in range(40)]
 
-    result = engine.retrieve(TOKENS, slot_mapping=slots)
+    result = engine.retrieve(TOKENS, torch.arange(40) >= 3, slot_mapping=slots)
 
-    assert result.tolist() == [token not in skipped for token in range(40)]
-    paged.check(TOKENS, range(40), [token for token in range(40) if token not in skipped])
+    assert result.tolist() == expected
+    paged.check(TOKENS, range(40), [token for token in range(40) if expected[token]])
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,6 @@ async def test_a_call_that_has_begun_is_awaited_if_the_next_one_is_refused(
     assert gated.ended
 
 
-async def test_in_thread_returns_the_result_or_raises_the_error(pool: WorkerPool) -> None:
-    assert await in_thread(pool, lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        await in_thread(pool, lambda: 1 // 0)
-
-
 @pytest.mark.parametrize("error", [None, OSError("the disk is gone")], ids=["returns", "raises"])
 async def test_a_cancelled_call_ends_only_after_its_function(
     pool: WorkerPool, error: Exception | None
