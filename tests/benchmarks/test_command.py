@@ -114,17 +114,6 @@ def test_all_is_every_benchmark_that_can_run_here_in_a_minute():
     ]
 
 
-def test_the_report_is_a_page_with_plots(tmp_path):
-    assert command.main([*SMALL, "--report", str(tmp_path / "report")]) == 0
-
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.html", "hash.png"}
-    assert (tmp_path / "report" / "hash.png").read_bytes().startswith(b"\x89PNG")
-    assert '<img src="hash.png"' in page
-    assert "np.array(list, int32)" in page
-    assert "the figures mean nothing" in page
-
-
 def test_a_report_escapes_markup():
     row = {"name": "<b>", "unit": "ms", "better": "less", "limit_name": "&", "ratios": [], "parameters": {}}
     row |= {"value": 1.0, "limit_value": 1.0, "ratio": 1.0, "more": {}}
@@ -158,14 +147,6 @@ def test_a_wrong_argument_ends_with_2_and_a_message(arguments, message, capsys):
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
-
-
-@pytest.mark.parametrize("arguments", [[], ["hash", "--rounds", "0"]])
-def test_a_wrong_call_ends_with_2(arguments):
-    with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
-
-    assert ended.value.code == 2
 
 
 def test_a_report_without_matplotlib_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
@@ -210,18 +191,6 @@ def test_the_gpu_benchmark_needs_a_gpu(monkeypatch, capsys, there):
         assert command.main(["gpu", "--quick"]) == 2
         assert "the benchmark gpu needs a CUDA device" in capsys.readouterr().err
         assert "left out, needs a CUDA device: gpu" in command.left_out()
-
-
-def test_all_names_what_it_leaves_out(monkeypatch, capsys):
-    some = tuple(benchmark for benchmark in command.BENCHMARKS if benchmark.name in {"hash", "serve"})
-    absent = command.Benchmark("absent", "nothing", "no_such_package")
-    monkeypatch.setattr(command, "BENCHMARKS", (*some, absent))
-
-    assert command.main(["all", "--quick", "--rounds", "1"]) == 0
-
-    told = capsys.readouterr().err
-    assert "left out, needs no_such_package: absent" in told
-    assert "left out, takes minutes: serve" in told
 
 
 @pytest.mark.parametrize("rows", [[], [Row.of("it", "ms", [1.0], "limit", [2.0], {"of": 1})]])

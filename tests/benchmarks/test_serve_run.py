@@ -123,17 +123,6 @@ def test_a_vllm_without_connector_can_be_measured_beside_itself():
     assert ("known prompt", "NoConnector") not in rows
 
 
-def test_a_peer_whose_stand_ins_are_not_named_is_left_out(monkeypatch, caplog):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setenv("FAKE_FAULT", "LMCacheConnectorV1:needs stand_ins")
-
-    rows = measured(dataclasses.replace(QUICK, parts="alone", connectors="LMCacheConnectorV1"))
-
-    assert "LMCacheConnectorV1 is left out: " in caplog.text
-    assert "no connector for a CPU" in caplog.text
-    assert "LMCacheConnectorV1" not in {limit for _, limit in rows}
-
-
 @pytest.mark.parametrize("fault", ["dead", "dies", "wrong", "misses"])
 def test_a_peer_that_fails_is_left_out_with_the_reason(monkeypatch, caplog, fault):
     monkeypatch.setenv("FAKE_FAULT", f"OffloadingConnector:{fault}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -70,25 +69,6 @@ def test_callbacks_keep_their_order_among_themselves_and_before_tasks_that_came_
         return order
 
     assert run(check, seed=seed)[0] == [0, 1, 2, 3, 4, "soon"]
-
-
-def test_time_jumps_to_the_next_timer():
-    async def check():
-        loop = asyncio.get_running_loop()
-        order = []
-        loop.call_later(3600, order.append, "hour")
-        loop.call_later(60, order.append, "minute")
-        cancelled = loop.call_later(1, order.append, "never")
-        cancelled.cancel()
-        await asyncio.sleep(86400)
-        return loop.time(), order
-
-    start = time.monotonic()
-    (now, order), _ = run(check)
-
-    assert time.monotonic() - start < 60
-    assert 86400 <= now < 86401
-    assert order == ["minute", "hour"]
 
 
 def test_a_deadlock_is_reported_with_the_stack_of_every_task():

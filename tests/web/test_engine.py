@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
@@ -77,14 +76,6 @@ async def test_without_http_listen_nothing_is_served() -> None:
         assert engine.status_url is None
         await engine.store(TOKENS, list(range(40)))
         assert engine.metrics.recent is None
-
-
-async def test_closing_the_engine_frees_the_port() -> None:
-    rig = Rig()
-    async with rig.open(**ON) as engine:
-        place = urlsplit(engine.status_url).netloc
-    async with rig.open(**{"http.listen": place}) as again:
-        assert (await ask(again.status_url or "", "/healthz")).status == 200
 
 
 def test_a_missing_aiohttp_is_reported_with_the_extra() -> None:
