@@ -5,35 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
 from typing import cast
 
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.protocol import ErrorReply, ProtocolError, Reader, Replies, Reply
+from lmcache_async.tiers.client import ClientConnection, deadline
 
 SLICE_BYTES = 1 << 20
 """Bytes per transport write. asyncio's transport copies the part that the socket does not accept at once."""
 TLS_SLICE_BYTES = 256 << 10
-CLOSE_S = 1.0
-"""Longest wait for `connection_lost` after an abort, in seconds."""
 
 
 class RefusedLoginError(TierError):
     """The server rejects the user, the password or the database."""
 
 
-@contextlib.asynccontextmanager
-async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncIterator[None]:
-    """Raise TierUnavailableError with the name of `option` if the block takes longer than `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise TierUnavailableError(f"{where}: no {what} within {option} of {seconds} s") from error
-
-
-class Connection(asyncio.BufferedProtocol):
+class Connection(ClientConnection, asyncio.BufferedProtocol):
     """A connection, whose commands are answered in the order in which they were sent.
 
     While a record is transferred no other command may be under way. A command that fails or is cancelled
@@ -44,20 +32,13 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self, where: str, transfer_timeout_s: float, *, copies: bool) -> None:
-        self.where = where
+        super().__init__(where)
         self._transfer_timeout_s = transfer_timeout_s
         self._slice_bytes = TLS_SLICE_BYTES if copies else SLICE_BYTES
         self._copies = copies
         self._reader = Reader()
-        self._transport: asyncio.Transport | None = None
-        self._error: TierError | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self._gone = asyncio.Event()
-
-    @property
-    def usable(self) -> bool:
-        return self._transport is not None and self._error is None
 
     @property
     def idle(self) -> bool:
@@ -71,11 +52,6 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self._reader.asked_at + seconds < asyncio.get_running_loop().time():
             raise TierUnavailableError(f"{self.where}: no answer within {option} of {seconds} s")
-
-    @property
-    def closed(self) -> bool:
-        """Whether its socket is closed."""
-        return self._gone.is_set()
 
     def call(self, message: bytes, count: int) -> asyncio.Future[list[Reply]]:
         """Send commands and return a future of their `count` short replies.
@@ -130,34 +106,19 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
             raise
 
-    def abort(self, error: TierError | None = None) -> None:
-        """Close at once. Waiters get the first error of the connection."""
-        if self._error is None:
-            error = error or TierUnavailableError(f"{self.where}: the connection was aborted")
-            self._error = type(error)(str(error))  # without a traceback, which keeps memory alive
-        if self._transport is not None:
-            self._transport.abort()
-        self._reader.fail(self._problem)
-        self._writable.set()
-
     def discard(self) -> None:
         """Close a connection that was never established. uvloop does not call `connection_lost` for these."""
         self.abort()
-        self._gone.set()
-
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed. Call `abort` first."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._gone.wait(), CLOSE_S)
+        self.gone.set()
 
     # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
         # TLS transports pause at the high-water mark itself, not above it: at 0 they would never resume.
-        self._transport.set_write_buffer_limits(high=TLS_SLICE_BYTES if self._copies else 0)
-        if self._error is not None:
-            self._transport.abort()
+        cast("asyncio.Transport", transport).set_write_buffer_limits(
+            high=TLS_SLICE_BYTES if self._copies else 0
+        )
+        super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
@@ -177,37 +138,21 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:
-            error.__traceback__ = None  # its frames refer to the memory that was read or written
-        self._lose(f"the connection was lost{f': {error}' if error else ''}")
-        self._gone.set()
-
     def _send(self, message: bytes, replies: Replies | None = None) -> None:
-        transport = self._usable_transport()
+        transport = self.check()
         if replies is not None:
             self._reader.expect(replies)
         transport.write(message)
 
     def _send_slice(self, content: memoryview, start: int) -> None:
         """Send one slice. It is local to this frame, because tracebacks would keep its slab alive."""
-        transport = self._usable_transport()
+        transport = self.check()
         piece = content[start : start + self._slice_bytes]
         transport.write(bytes(piece) if self._copies else piece)
 
-    def _usable_transport(self) -> asyncio.Transport:
-        if self._error is not None:
-            raise self._problem()
-        assert self._transport is not None  # connected
-        return self._transport
-
-    def _lose(self, why: str) -> None:
-        self.abort(TierUnavailableError(f"{self.where}: {why}"))
-
-    def _problem(self) -> TierError:
-        """Return a new error: one for all waiters would collect the tracebacks of all of them."""
-        assert self._error is not None
-        return type(self._error)(str(self._error))
+    def _fail_calls(self) -> None:
+        self._reader.fail(self._problem)
+        self._writable.set()
 
     def _deadline(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
         return deadline(self._transfer_timeout_s, self.where, what, "transfer_timeout_s")

@@ -13,14 +13,9 @@ from typing import Literal
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.connection import (
-    Connection,
-    RefusedLoginError,
-    connect_error,
-    deadline,
-    refusal,
-)
+from lmcache_async.plugins.valkey.connection import Connection, RefusedLoginError, connect_error, refusal
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
+from lmcache_async.tiers.client import deadline
 
 _NAME = b"lmcache-async"
 _KEEPALIVE_S = 30
@@ -146,7 +141,7 @@ class Node:
             raise type(self._ended)(str(self._ended))
         config = self._config
         connection = Connection(self.where, config.transfer_timeout_s, copies=self._access.tls is not None)
-        self._all = {one for one in self._all if not one.closed}
+        self._all = {one for one in self._all if not one.gone.is_set()}
         self._all.add(connection)  # before it is open, so that `close` aborts it
         try:
             async with deadline(config.connect_timeout_s, self.where, "connection", "connect_timeout_s"):
@@ -177,9 +172,8 @@ class Node:
             server_hostname=None if tls is None else endpoint.host,
         )
         if (tcp := transport.get_extra_info("socket")) is not None:
-            with contextlib.suppress(OSError):  # an old kernel; the deadlines apply anyway
-                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
     async def _greet(self, connection: Connection) -> None:
         """Authenticate, set the name, select the database and check the role in one message.
