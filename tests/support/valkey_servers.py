@@ -90,7 +90,7 @@ class Server:
         with socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S) as connection:
             connection.sendall(encode(*(w if isinstance(w, bytes) else str(w).encode() for w in words)))
             data = bytearray()
-            while (found := parse_reply(data, 0, len(data))) is None:
+            while (found := parse_reply(data)) is None:
                 piece = connection.recv(1 << 16)
                 assert piece, f"it closed the connection after {bytes(data)!r}"
                 data += piece

@@ -149,7 +149,7 @@ def test_any_bytes_are_answers_or_a_protocol_error(noise, damage, sizes, records
 )
 def test_invalid_replies_are_refused(data):
     with pytest.raises(ProtocolError):
-        parse_reply(bytearray(data), 0, len(data))
+        parse_reply(bytearray(data))
 
 
 async def test_unsolicited_replies_are_refused_with_their_text():
