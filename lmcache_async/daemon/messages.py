@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from lmcache_async.types import KEY_BYTES, ChunkKey
+from lmcache_async.types import KEY_BYTES
 
 PROTOCOL = 1
 MAGIC = b"lmca-hst"
@@ -27,15 +26,21 @@ _HEAD = struct.Struct("<IB")
 _HELLO = struct.Struct(f"<8sIQ{MAX_TENANT_BYTES}s")  # magic, protocol, maximum lease bytes, tenant
 _WELCOME = struct.Struct(f"<8sIB{ID_BYTES}sQQ")  # magic, protocol, refusal, daemon, bytes, maximum of leases
 _FIGURES = struct.Struct("<QQQQ")
-_WISH = struct.Struct(f"<{KEY_BYTES}sQ")  # key, bytes
-_GRANT = struct.Struct("<QQQ")  # lease or 0, offset or refusal, bytes
-_COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")  # lease, key
-_KEY = struct.Struct(f"{KEY_BYTES}s")
-_NUMBER = struct.Struct("<Q")
+KEY = struct.Struct(f"{KEY_BYTES}s")
+NUMBER = struct.Struct("<Q")
+"""A lease, a number of records, or a position in a list of keys."""
+FLAG = struct.Struct("B")
+"""Result for one item: a bool, or the `Refusal` of a commit."""
+WISH = struct.Struct(f"<{KEY_BYTES}sQ")
+"""Key and bytes of a reservation."""
+GRANT = struct.Struct("<QQQ")
+"""Fields of a `Grant`."""
+COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")
+"""Lease of a reservation and its key."""
 
 HELLO_BYTES = _HELLO.size
 WELCOME_BYTES = _WELCOME.size
-MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(_WISH.size, _GRANT.size, _COMMIT.size)
+MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(WISH.size, GRANT.size, COMMIT.size)
 
 
 class ProtocolError(Exception):
@@ -105,14 +110,16 @@ class Figures(NamedTuple):
     evictions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A lease of a record's memory by its number on this connection, or with number 0 a refusal."""
+class Grant(NamedTuple):
+    """A lease of a record's memory by its number on this connection; with number 0 a refusal, as the offset."""
 
     lease: int
-    offset: int = 0
-    nbytes: int = 0
-    refusal: Refusal = Refusal.NONE
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def refused(cls, why: Refusal) -> Grant:
+        return cls(0, why, 0)
 
 
 def pack_hello(hello: Hello) -> bytes:
@@ -183,66 +190,15 @@ def unpack_figures(body: bytes) -> tuple[Figures, bytes]:
     return Figures(*_FIGURES.unpack_from(body)), body[_FIGURES.size :]
 
 
-def pack_keys(keys: Sequence[ChunkKey]) -> bytes:
-    return b"".join(keys)
+def pack(form: struct.Struct, items: Iterable[Sequence[Any]]) -> bytes:
+    """Encode a body of items."""
+    return b"".join([form.pack(*item) for item in items])
 
 
-def unpack_keys(body: bytes) -> list[ChunkKey]:
-    return [ChunkKey(key) for (key,) in _items(_KEY, body)]
-
-
-def pack_wishes(wishes: Iterable[tuple[ChunkKey, int]]) -> bytes:
-    """Encode a request for reservations: keys and lengths of records."""
-    return b"".join(_WISH.pack(key, nbytes) for key, nbytes in wishes)
-
-
-def unpack_wishes(body: bytes) -> list[tuple[ChunkKey, int]]:
-    return [(ChunkKey(key), nbytes) for key, nbytes in _items(_WISH, body)]
-
-
-def pack_grants(grants: Iterable[Grant]) -> bytes:
-    return b"".join(
-        _GRANT.pack(grant.lease, grant.offset if grant.lease else grant.refusal, grant.nbytes)
-        for grant in grants
-    )
-
-
-def unpack_grants(body: bytes, count: int, memory_bytes: int) -> list[Grant]:
-    """Decode the expected number of grants, each within the memory."""
-    _check_count(body, _GRANT.size, count)
-    grants = [
-        Grant(lease, offset, nbytes) if lease else Grant(0, refusal=_refusal(offset))
-        for lease, offset, nbytes in _GRANT.iter_unpack(body)
-    ]
-    if any(grant.offset + grant.nbytes > memory_bytes for grant in grants):
-        raise ProtocolError(f"a lease is not within the {memory_bytes} bytes of the memory")
-    return grants
-
-
-def pack_commits(commits: Iterable[tuple[int, ChunkKey]]) -> bytes:
-    """Encode leases of reservations and the keys of their records."""
-    return b"".join(_COMMIT.pack(lease, key) for lease, key in commits)
-
-
-def unpack_commits(body: bytes) -> list[tuple[int, ChunkKey]]:
-    return [(lease, ChunkKey(key)) for lease, key in _items(_COMMIT, body)]
-
-
-def pack_numbers(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}Q", *numbers)
-
-
-def unpack_numbers(body: bytes) -> list[int]:
-    return [number for (number,) in _items(_NUMBER, body)]
-
-
-def unpack_flags(body: bytes, count: int) -> list[int]:
-    """Decode one byte for each requested item."""
-    _check_count(body, 1, count)
-    return list(body)
-
-
-def _items(form: struct.Struct, body: bytes) -> Iterator[tuple[Any, ...]]:
+def unpack(form: struct.Struct, body: bytes, count: int | None = None) -> Iterator[tuple[Any, ...]]:
+    """Decode a body of `count` items; of at most `MAX_ITEMS` if that is None."""
+    if count is not None and len(body) != count * form.size:
+        raise ProtocolError(f"a body for {count} items has {len(body)} bytes, expected {count * form.size}")
     if len(body) % form.size or len(body) > MAX_ITEMS * form.size:
         raise ProtocolError(
             f"a body of {len(body)} bytes does not consist of at most {MAX_ITEMS} items of {form.size} bytes"
@@ -250,9 +206,15 @@ def _items(form: struct.Struct, body: bytes) -> Iterator[tuple[Any, ...]]:
     return form.iter_unpack(body)
 
 
-def _check_count(body: bytes, size: int, count: int) -> None:
-    if len(body) != count * size:
-        raise ProtocolError(f"an answer for {count} items has {len(body)} bytes, expected {count * size}")
+def unpack_grants(body: bytes, count: int, memory_bytes: int) -> list[Grant]:
+    """Decode `count` grants, each within the memory."""
+    grants = [Grant._make(item) for item in unpack(GRANT, body, count)]
+    for grant in grants:
+        if not grant.lease:
+            _refusal(grant.offset)
+        elif grant.offset + grant.nbytes > memory_bytes:
+            raise ProtocolError(f"a lease is not within the {memory_bytes} bytes of the memory")
+    return grants
 
 
 def _refusal(number: int) -> Refusal:

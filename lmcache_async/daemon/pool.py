@@ -68,13 +68,19 @@ class Tenant:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one record, and its state. Readers find it once it is committed."""
+    """Memory of one record, and its leases.
+
+    It begins as a reservation, with one lease, that of its writer. Readers find it from its commit until it is
+    removed. The rest of its last page belongs to it too.
+    """
 
     owner: Tenant
     key: ChunkKey
     offset: int
     nbytes: int
-    leases: int = 0
+    view: memoryview = field(repr=False)
+    leases: int = 1
+    reserved: bool = True
     committed: bool = False
     used: int = 0  # on the pool's own clock
 
@@ -86,21 +92,6 @@ class Block:
     @property
     def end(self) -> int:
         return self.offset + self.held_bytes
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """A lease of a record's memory. It ends exactly once, by `release`, or for a writer by `commit`.
-
-    The rest of its last page belongs to it too.
-    """
-
-    offset: int
-    nbytes: int
-    view: memoryview
-    writes: bool
-    block: Block = field(repr=False)
-    ended: bool = field(default=False, repr=False)
 
 
 class Pool:
@@ -143,8 +134,8 @@ class Pool:
                 block.used = self._clock
         return [block is not None for block in there]
 
-    def lease(self, tenant: str, key: ChunkKey) -> Slot | None:
-        """Return a reader's lease, which counts as a use; None on a miss.
+    def lease(self, tenant: str, key: ChunkKey) -> Block | None:
+        """Lease a record for a reader, which counts as a use; None on a miss. The lease ends with `release`.
 
         Lease the records of one prompt from the last to the first, so that prefixes are the most recently
         used.
@@ -156,11 +147,12 @@ class Pool:
         owner.policy.touch([key])
         self._clock += 1
         block.used = self._clock
+        block.leases += 1
         owner.figures.readers += 1
-        return self._slot(block, writes=False)
+        return block
 
-    def reserve(self, tenant: str, key: ChunkKey, nbytes: int) -> Slot | None:
-        """Reserve memory for a record, invisible to readers until `commit`; None if the pool is full.
+    def reserve(self, tenant: str, key: ChunkKey, nbytes: int) -> Block | None:
+        """Reserve memory for a record; None if the pool is full. Ends with `commit` or `release`.
 
         The chunks that it continues are not evicted for it.
         """
@@ -176,21 +168,21 @@ class Pool:
                 _forget(owner, key)
             return None
         self._clock += 1
-        block = Block(owner, key, offset, nbytes, used=self._clock)
+        block = Block(owner, key, offset, nbytes, self._memory[offset : offset + nbytes], used=self._clock)
         self._by_offset[block.offset] = self._by_end[block.end] = block
         owner.figures.bytes += block.held_bytes
         owner.figures.writers += 1
-        return self._slot(block, writes=True)
+        return block
 
-    def commit(self, slot: Slot) -> None:
-        """Make the record visible to readers and end the writer's lease.
+    def commit(self, block: Block) -> None:
+        """Make a reserved record visible to readers and end the writer's lease.
 
         If the key already has a record, that one stays and this one is dropped: their contents are equal.
         """
-        if not slot.writes:
-            raise ValueError(f"slot at {slot.offset} is not a reservation")
-        self._end(slot)
-        block, owner = slot.block, slot.block.owner
+        if not block.reserved:
+            raise ValueError(f"the block at {block.offset} is not reserved")
+        owner = block.owner
+        block.reserved, block.leases = False, 0
         owner.figures.writers -= 1
         if block.key in owner.records:
             self._free(block)
@@ -202,11 +194,14 @@ class Pool:
             owner.policy.add(block.key, 1)
         owner.policy.touch([block.key])
 
-    def release(self, slot: Slot) -> None:
-        """End a reader's lease, or a writer's without a commit."""
-        self._end(slot)
-        block, owner = slot.block, slot.block.owner
-        if slot.writes:
+    def release(self, block: Block) -> None:
+        """End a reader's lease, or a reservation without a commit."""
+        if not block.leases:
+            raise RuntimeError(f"a lease of the block at {block.offset} was released twice")
+        owner = block.owner
+        block.leases -= 1
+        if block.reserved:
+            block.reserved = False
             owner.figures.writers -= 1
             if block.key not in owner.records:
                 _forget(owner, block.key)
@@ -265,17 +260,6 @@ class Pool:
             figures = TenantStatistics(max_bytes=most)
             tenant = self._tenants[name] = Tenant(name, quota.reserved_bytes, figures)
         return tenant
-
-    def _slot(self, block: Block, *, writes: bool) -> Slot:
-        block.leases += 1
-        view = self._memory[block.offset : block.offset + block.nbytes]
-        return Slot(block.offset, block.nbytes, view, writes, block)
-
-    def _end(self, slot: Slot) -> None:
-        if slot.ended:
-            raise RuntimeError(f"the lease of the slot at {slot.offset} was released twice")
-        slot.ended = True
-        slot.block.leases -= 1
 
     def _take(self, owner: Tenant, key: ChunkKey, wanted: int) -> int | None:
         """Allocate memory and evict records for it if necessary."""

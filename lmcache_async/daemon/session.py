@@ -10,7 +10,7 @@ from typing import cast
 
 from lmcache_async.daemon import messages
 from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
-from lmcache_async.daemon.pool import Pool, Slot
+from lmcache_async.daemon.pool import Block, Pool
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.header import peek_sizes
@@ -45,7 +45,7 @@ class Session(asyncio.Protocol):
         self._process: int | None = None  # pidfd of the client
         self._paused = False
         self._condemned = False
-        self._leases: dict[int, Slot] = {}
+        self._leases: dict[int, Block] = {}
         self._lease_bytes = 0
         self._next_lease = 1
         self._listing: list[ChunkKey] | None = None
@@ -113,8 +113,8 @@ class Session(asyncio.Protocol):
         self._condemned = True
         self._unwatch()
         leases, self._leases = self._leases, {}
-        for slot in leases.values():
-            self._pool.release(slot)
+        for block in leases.values():
+            self._pool.release(block)
         self._lease_bytes = 0
         self._ended(self)
 
@@ -150,82 +150,76 @@ class Session(asyncio.Protocol):
         return messages.pack_figures(Figures(held.chunks, held.record_bytes, held.max_bytes, held.evictions))
 
     def _contains(self, body: bytes) -> bytes:
-        return bytes(self._pool.contains(self.tenant, messages.unpack_keys(body)))
+        return bytes(self._pool.contains(self.tenant, _keys_of(body)))
 
     def _lease(self, body: bytes) -> bytes:
-        keys = messages.unpack_keys(body)
+        keys = _keys_of(body)
         grants: list[Grant] = []
         for key in keys:
-            slot = self._pool.lease(self.tenant, key)
-            grants.append(Grant(0, refusal=Refusal.MISSING) if slot is None else self._grant(slot))
+            block = self._pool.lease(self.tenant, key)
+            grants.append(Grant.refused(Refusal.MISSING) if block is None else self._grant(block))
         # Used together: the start of the prompt becomes the most recently used.
         self._pool.contains(self.tenant, keys)
-        return messages.pack_grants(grants)
+        return messages.pack(messages.GRANT, grants)
 
     def _reserve(self, body: bytes) -> bytes:
         grants: list[Grant] = []
-        for key, nbytes in messages.unpack_wishes(body):
+        for key, nbytes in messages.unpack(messages.WISH, body):
             if self._pool.contains(self.tenant, [key])[0]:
-                grants.append(Grant(0, refusal=Refusal.PRESENT))
+                grants.append(Grant.refused(Refusal.PRESENT))
             elif self._lease_bytes + nbytes > self._max_lease_bytes:
-                grants.append(Grant(0, refusal=Refusal.TOO_MUCH))
+                grants.append(Grant.refused(Refusal.TOO_MUCH))
             else:
-                slot = self._pool.reserve(self.tenant, key, nbytes)
-                grants.append(Grant(0, refusal=Refusal.FULL) if slot is None else self._grant(slot))
-        return messages.pack_grants(grants)
+                block = self._pool.reserve(self.tenant, key, nbytes)
+                grants.append(Grant.refused(Refusal.FULL) if block is None else self._grant(block))
+        return messages.pack(messages.GRANT, grants)
 
-    def _grant(self, slot: Slot) -> Grant:
-        if self._lease_bytes + slot.nbytes > self._max_lease_bytes:
-            self._pool.release(slot)
-            return Grant(0, refusal=Refusal.TOO_MUCH)
+    def _grant(self, block: Block) -> Grant:
+        if self._lease_bytes + block.nbytes > self._max_lease_bytes:
+            self._pool.release(block)
+            return Grant.refused(Refusal.TOO_MUCH)
         lease = self._next_lease
         self._next_lease += 1
-        self._leases[lease] = slot
-        self._lease_bytes += slot.nbytes
-        return Grant(lease, slot.offset, slot.nbytes)
+        self._leases[lease] = block
+        self._lease_bytes += block.nbytes
+        return Grant(lease, block.offset, block.nbytes)
 
     def _commit(self, body: bytes) -> bytes:
-        commits = messages.unpack_commits(body)
+        commits = list(messages.unpack(messages.COMMIT, body))
         for lease, key in commits:
-            self._check(lease, key)
+            block = self._leases.get(lease)
+            if block is None or not block.reserved or block.key != key:
+                raise ProtocolError(f"this client has no reservation {lease}")
         if len({lease for lease, _ in commits}) < len(commits):
             raise ProtocolError("a message commits the same lease twice")
         outcomes: list[Refusal] = []
         for lease, _ in reversed(commits):  # as for leases: prefixes are the most recently used
-            slot = self._take(lease)
-            if _is_record(slot):
-                self._pool.commit(slot)
+            block = self._take(lease)
+            if _is_record(block):
+                self._pool.commit(block)
                 outcomes.append(Refusal.NONE)
             else:
-                self._pool.release(slot)
+                self._pool.release(block)
                 outcomes.append(Refusal.MISSING)
         return bytes(reversed(outcomes))
 
     def _release(self, body: bytes) -> None:
-        for lease in messages.unpack_numbers(body):
-            self._check(lease)
+        for (lease,) in messages.unpack(messages.NUMBER, body):
+            if lease not in self._leases:
+                raise ProtocolError(f"this client has no lease {lease}")
             self._pool.release(self._take(lease))
 
-    def _check(self, lease: int, key: ChunkKey | None = None) -> None:
-        """Check that the client has the lease; with a key, that it is the reservation of that key."""
-        slot = self._leases.get(lease)
-        if slot is None or (key is not None and not (slot.writes and slot.block.key == key)):
-            raise ProtocolError(f"this client has no {'lease' if key is None else 'reservation'} {lease}")
-
-    def _take(self, lease: int) -> Slot:
-        slot = self._leases.pop(lease)
-        self._lease_bytes -= slot.nbytes
-        return slot
+    def _take(self, lease: int) -> Block:
+        block = self._leases.pop(lease)
+        self._lease_bytes -= block.nbytes
+        return block
 
     def _remove(self, body: bytes) -> bytes:
-        return bytes(self._pool.remove(self.tenant, key) for key in messages.unpack_keys(body))
+        return bytes(self._pool.remove(self.tenant, key) for key in _keys_of(body))
 
     def _keys(self, body: bytes) -> bytes:
         """Return a part of the list of keys, from the requested position on. Position 0 creates the list."""
-        numbers = messages.unpack_numbers(body)
-        if len(numbers) != 1:
-            raise ProtocolError(f"expected one number, got {len(numbers)}")
-        start = numbers[0]
+        [(start,)] = messages.unpack(messages.NUMBER, body, 1)
         if start == 0:
             self._listing = self._pool.keys(self.tenant)
         if self._listing is None:
@@ -233,18 +227,22 @@ class Session(asyncio.Protocol):
         keys = self._listing[start : start + messages.MAX_ITEMS]
         if len(keys) < messages.MAX_ITEMS:  # the end
             self._listing = None
-        return messages.pack_keys(keys)
+        return b"".join(keys)
 
     def _clear(self, body: bytes) -> bytes:
         if body:
             raise ProtocolError(f"a clear request must be empty, but has {len(body)} bytes")
-        return messages.pack_numbers([self._pool.clear(self.tenant)])
+        return messages.NUMBER.pack(self._pool.clear(self.tenant))
 
 
-def _is_record(slot: Slot) -> bool:
-    """Whether the slot begins with the header of a record of its length. Readers verify the rest."""
+def _keys_of(body: bytes) -> list[ChunkKey]:
+    return [key for (key,) in messages.unpack(messages.KEY, body)]
+
+
+def _is_record(block: Block) -> bool:
+    """Whether the block begins with the header of a record of its length. Readers verify the rest."""
     try:
-        _, record_bytes = peek_sizes(slot.view)
+        _, record_bytes = peek_sizes(block.view)
     except ChunkCorruptError:
         return False
-    return record_bytes == slot.nbytes
+    return record_bytes == block.nbytes

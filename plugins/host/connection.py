@@ -10,12 +10,12 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple
 
 from lmcache_async.daemon.address import check_directory, default_socket, peer_of
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
+    NUMBER,
     PROTOCOL,
     WELCOME_BYTES,
     Figures,
@@ -24,10 +24,9 @@ from lmcache_async.daemon.messages import (
     Op,
     ProtocolError,
     Refusal,
-    Welcome,
     frame,
+    pack,
     pack_hello,
-    pack_numbers,
     unpack_figures,
     unpack_welcome,
 )
@@ -36,6 +35,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.region import Region
 from lmcache_async.plugins.host.config import HostConfig
 from lmcache_async.plugins.host.mapping import Mapping
+from lmcache_async.tiers.client import ClientConnection, deadline
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -44,50 +44,30 @@ MAX_PAUSE_S = 2.0
 MAX_UNANSWERED = 256
 """Maximum number of unanswered requests. Further requests fail, except commits."""
 MAX_UNANSWERED_BYTES = 16 << 20
-CLOSE_S = 1.0
-"""Longest wait for `connection_lost` after an abort, in seconds."""
 _MSG_CMSG_CLOEXEC = 0x40000000
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
+class _Request(NamedTuple):
     op: Op
     nbytes: int
     answer: asyncio.Future[bytes]
     unwanted: Callable[[bytes], None] | None
 
 
-class Connection(asyncio.Protocol):
-    """A client connection to one daemon. It is not reopened after its end.
-
-    Args:
-        ended: Called once, after the connection has ended.
+class Connection(ClientConnection, asyncio.Protocol):
+    """A connection to one daemon.
 
     Attributes:
         figures: Figures of the tenant in the last answer.
-        gone: Done when the connection has ended.
     """
 
-    def __init__(self, where: str, mapping: Mapping, ended: Callable[[Connection], None]) -> None:
-        self.where = where
+    def __init__(self, where: str, mapping: Mapping) -> None:
+        super().__init__(where)
         self.mapping = mapping
         self.figures = Figures()
-        self.gone = asyncio.get_running_loop().create_future()
-        self._ended = ended
         self._frames = Frames()
         self._requests: deque[_Request] = deque()
         self._unanswered_bytes = 0
-        self._transport: asyncio.Transport | None = None
-        self._error: TierError | None = None
-
-    @property
-    def usable(self) -> bool:
-        return self._error is None
-
-    def check(self) -> None:
-        """Raise the error of the connection if it has ended."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
 
     async def ask(
         self,
@@ -98,25 +78,35 @@ class Connection(asyncio.Protocol):
     ) -> bytes:
         """Send a request and return its answer.
 
-        If the call is cancelled or times out, the answer is still received, and passed to `unwanted`.
-
         Args:
             unwanted: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:
             TierUnavailableError: The connection has ended or ends, or there is no answer in time.
         """
-        request = self._send(op, parts, unwanted)
+        transport = self.check()
+        nbytes = sum(map(len, parts))
+        behind = len(self._requests) >= MAX_UNANSWERED
+        behind |= self._unanswered_bytes + nbytes > MAX_UNANSWERED_BYTES
+        if behind and op is not Op.COMMIT:  # commits end reservations, whose number is limited
+            raise TierUnavailableError(
+                f"{self.where}: {len(self._requests)} requests are unanswered, the limit"
+            )
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._requests.append(_Request(op, nbytes, answer, unwanted))
+        self._unanswered_bytes += nbytes
+        transport.write(frame(op, *parts))
         try:
             async with asyncio.timeout(timeout_s):
-                return await request.answer
-        except TimeoutError as error:
-            _forget(request)
-            raise TierUnavailableError(
-                f"{self.where}: no answer to {op.name} within {timeout_s} s"
-            ) from error
-        except asyncio.CancelledError:
-            _forget(request)
+                return await answer
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # The answer may have come in the same iteration of the loop; a later one finds the future cancelled.
+            if not answer.cancelled() and answer.exception() is None and unwanted is not None:
+                unwanted(answer.result())
+            if isinstance(error, TimeoutError):
+                raise TierUnavailableError(
+                    f"{self.where}: no answer to {op.name} within {timeout_s} s"
+                ) from error
             raise
 
     def give_back(self, leases: list[int]) -> None:
@@ -124,29 +114,17 @@ class Connection(asyncio.Protocol):
         if self._transport is None or not self.usable:
             return
         for start in range(0, len(leases), MAX_ITEMS):
-            self._transport.write(frame(Op.RELEASE, pack_numbers(leases[start : start + MAX_ITEMS])))
+            self._transport.write(frame(Op.RELEASE, pack(NUMBER, zip(leases[start : start + MAX_ITEMS]))))
 
     def fail(self, error: Exception) -> TierError:
         """Close the connection after a protocol error, and return the error to raise."""
-        failure = TierUnavailableError(f"{self.where}: {error}")
-        self.close(failure)
-        return failure
-
-    def close(self, error: TierError) -> None:
-        """Close the connection. Pending and later calls fail with `error`."""
-        if self._error is None:
-            self._error = error
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed, at most `CLOSE_S`. Call `close` first."""
-        await asyncio.wait([self.gone], timeout=CLOSE_S)
+        self._lose(str(error))
+        return self._problem()
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
         self.mapping.begin(self.give_back)
 
     def data_received(self, data: bytes) -> None:
@@ -158,32 +136,14 @@ class Connection(asyncio.Protocol):
             self.fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._error is None:
-            reason = f": {error}" if error else ""
-            self._error = TierUnavailableError(f"{self.where}: the connection was lost{reason}")
-        requests, self._requests = self._requests, deque()
-        for request in requests:
-            if not request.answer.done():
-                request.answer.set_exception(self._error.with_traceback(None))
+        super().connection_lost(error)
         self.mapping.end()
-        self.gone.set_result(None)
-        self._ended(self)
 
-    def _send(self, op: Op, parts: tuple[bytes, ...], unwanted: Callable[[bytes], None] | None) -> _Request:
-        self.check()
-        assert self._transport is not None
-        nbytes = sum(map(len, parts))
-        behind = len(self._requests) >= MAX_UNANSWERED
-        behind |= self._unanswered_bytes + nbytes > MAX_UNANSWERED_BYTES
-        if behind and op is not Op.COMMIT:  # commits end reservations, whose number is limited
-            raise TierUnavailableError(
-                f"{self.where}: {len(self._requests)} requests are unanswered, the limit"
-            )
-        request = _Request(op, nbytes, asyncio.get_running_loop().create_future(), unwanted)
-        self._requests.append(request)
-        self._unanswered_bytes += nbytes
-        self._transport.write(frame(op, *parts))
-        return request
+    def _fail_calls(self) -> None:
+        while self._requests:
+            answer = self._requests.popleft().answer
+            if not answer.done():
+                answer.set_exception(self._problem())
 
     def _answered(self, op: Op, body: bytes) -> None:
         if not self._requests or self._requests[0].op is not op:
@@ -197,35 +157,24 @@ class Connection(asyncio.Protocol):
             request.unwanted(answer)
 
 
-def _forget(request: _Request) -> None:
-    """Drop the waiter of a request. An answer that came in the same loop iteration goes to `unwanted`."""
-    answer = request.answer
-    if answer.cancelled() or not answer.done():
-        answer.cancel()
-    elif answer.exception() is None and request.unwanted is not None:
-        request.unwanted(answer.result())
-
-
 class Link:
     """Keeps one connection to the daemon open and reconnects after it is lost."""
 
     def __init__(self, config: HostConfig, *, pin: bool, pin_device: int | None) -> None:
-        self.connected = asyncio.Event()
         self._config = config
         self._path = config.socket or default_socket()
         self._where = f"daemon at {self._path}"
         self._pin = pin
         self._pin_device = pin_device
-        self._connection: Connection | None = None
+        self._connection: Connection | None = None  # the last one, which may have ended
         self._reason: TierError = TierUnavailableError(f"{self._where}: not connected")
         self._task: asyncio.Task[None] | None = None
-        self._mappings: list[Mapping] = []  # of connections that have ended
-        self._evictions = 0  # of connections that have ended
-        self._first = 0  # evictions before the current connection
+        self._mappings: list[Mapping] = []  # that are not closed yet
+        self._evictions = 0  # in addition to those in the figures of the connection
 
     @property
     def connection(self) -> Connection:
-        """The current connection."""
+        """The current connection. Raise its error if there is none."""
         connection = self._connection
         if connection is None or not connection.usable:
             raise self._reason.with_traceback(None)
@@ -234,18 +183,17 @@ class Link:
     @property
     def figures(self) -> Figures | None:
         """Figures in the last answer; None without a connection."""
-        return None if self._connection is None else self._connection.figures
+        return self._connection.figures if self._connection and self._connection.usable else None
 
     @property
     def evictions(self) -> int:
         """Evictions of the tenant while this process was connected."""
-        figures = self.figures
-        return self._evictions + (0 if figures is None else figures.evictions - self._first)
+        return self._evictions + (self._connection.figures.evictions if self._connection else 0)
 
     async def open(self) -> None:
         """Connect. If the daemon cannot be reached, keep trying in the background."""
         try:
-            await self._dial()
+            self._use(await self.connect())
         except TierUnavailableError as error:
             logger.report(
                 "open", "the host tier misses every chunk until its daemon can be reached: %s", error
@@ -258,7 +206,7 @@ class Link:
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:
-            self._connection.close(self._reason)
+            self._connection.abort(self._reason)
 
     async def wait_closed(self) -> None:
         """Wait until the background task and the connection have ended, and unused memory is unmapped."""
@@ -271,40 +219,24 @@ class Link:
     async def _keep(self) -> None:
         while True:
             pause = FIRST_PAUSE_S
-            while (connection := self._connection) is None:
+            while self._connection is None or self._connection.gone.is_set():
                 try:
-                    await self._dial()
-                    continue
-                except TierUnavailableError:
-                    pass
+                    self._use(await self.connect())
                 except Exception as error:  # noqa: BLE001 - no free thread or memory now; the next attempt may have it
-                    logger.report("dial", "%s: cannot connect: %r", self._where, error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE_S)
-            await asyncio.wait([connection.gone])
-
-    async def _dial(self) -> None:
-        connection = await self.connect()
-        if not connection.usable:
-            raise TierUnavailableError(f"{self._where}: the connection was lost during the handshake")
-        self._connection = connection
-        self._first = connection.figures.evictions
-        self.connected.set()
-
-    def _ended(self, connection: Connection) -> None:
-        self._mappings = [mapping for mapping in self._mappings if not mapping.closed]
-        self._mappings.append(connection.mapping)
-        if connection is not self._connection:
-            return  # it was never in use
-        self._evictions += connection.figures.evictions - self._first
-        self._connection = None
-        self.connected.clear()
-        if not isinstance(self._reason, TierClosedError):
+                    if not isinstance(error, TierUnavailableError):
+                        logger.report("dial", "%s: cannot connect: %r", self._where, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_PAUSE_S)
+            await self._connection.gone.wait()
             logger.report(
                 "lost",
                 "%s: the connection was lost; the host tier misses every chunk until it is restored",
-                connection.where,
+                self._where,
             )
+
+    def _use(self, connection: Connection) -> None:
+        self._evictions = self.evictions - connection.figures.evictions
+        self._connection = connection
 
     async def connect(self) -> Connection:
         """Connect and wait for a first answer. If the call is cancelled, no connection is left open.
@@ -313,14 +245,11 @@ class Link:
             TierUnavailableError: The daemon cannot be reached, is not ready, runs as another user, or breaks
                 the protocol.
         """
+        seconds = self._config.connect_timeout_s
         try:
             check_directory(self._path, make=False)
-            async with asyncio.timeout(self._config.connect_timeout_s):
+            async with deadline(seconds, self._where, "connection", "connect_timeout_s"):
                 return await self._connect()
-        except TimeoutError as error:
-            raise TierUnavailableError(
-                f"{self._where}: no connection within connect_timeout_s of {self._config.connect_timeout_s} s"
-            ) from error
         except (OSError, ProtocolError, ConfigError) as error:
             raise TierUnavailableError(f"{self._where}: cannot connect: {error}") from error
 
@@ -340,70 +269,62 @@ class Link:
             await loop.sock_sendall(connected, pack_hello(hello))
             anchor = connected.dup()
             undo.callback(anchor.close)
-            region = await self._receive(connected)
-            mapping = Mapping(region, anchor)
+            await _readable(connected)
+            mapping = Mapping(self._receive(connected), anchor)
+            self._mappings = [*(one for one in self._mappings if not one.closed), mapping]
             undo.callback(mapping.end)
-            connection = Connection(self._where, mapping, self._ended)
+            connection = Connection(self._where, mapping)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
-            await connection.ask(
-                Op.CONTAINS, timeout_s=self._config.connect_timeout_s
-            )  # waits for the first figures
+            # Waits for the first figures.
+            await connection.ask(Op.CONTAINS, timeout_s=self._config.connect_timeout_s)
+            connection.check()
         except BaseException:
-            connection.close(TierUnavailableError(f"{self._where}: the connection attempt was abandoned"))
+            connection.abort()
             await connection.wait_closed()
             raise
         return connection
 
-    async def _receive(self, connected: socket.socket) -> Region:
+    def _receive(self, connected: socket.socket) -> Region:
         """Receive the daemon's answer and map its memory."""
-        await _readable(connected)
         message, descriptors, _, _ = socket.recv_fds(connected, WELCOME_BYTES, 4, _MSG_CMSG_CLOEXEC)
         try:
+            if not message:
+                raise ProtocolError("it closed the connection")
             if len(message) != WELCOME_BYTES:
-                raise ProtocolError(
-                    "it closed the connection"
-                    if not message
-                    else f"its answer has {len(message)} bytes, expected {WELCOME_BYTES}"
-                )
+                raise ProtocolError(f"its answer has {len(message)} bytes, expected {WELCOME_BYTES}")
             welcome = unpack_welcome(message)
-            _check(welcome)
+            if welcome.refusal is Refusal.TOO_MUCH:
+                raise ProtocolError("it has reached its limit of clients")
+            if welcome.refusal is not Refusal.NONE:
+                raise ProtocolError(
+                    f"its protocol version is {welcome.protocol}, expected {PROTOCOL}: run the same version of"
+                    " lmcache-async in both"
+                )
             if len(descriptors) != 1:
                 raise ProtocolError(f"its answer has {len(descriptors)} file descriptors, expected one")
-            return self._map(descriptors[0], welcome.nbytes)
+            if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ProtocolError("its memory is not sealed against shrinking")
+            return Region(
+                welcome.nbytes,
+                grain_bytes=welcome.nbytes,  # a record at any offset must be within one pinned range
+                pin=self._pin,
+                pin_device=self._pin_device,
+                huge_pages=True,
+                prefault=self._config.prefault,
+                fd=descriptors[0],
+            )
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _map(self, descriptor: int, nbytes: int) -> Region:
-        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise ProtocolError("its memory is not sealed against shrinking")
-        return Region(
-            nbytes,
-            grain_bytes=nbytes,  # a record at any offset must be within one pinned range
-            pin=self._pin,
-            pin_device=self._pin_device,
-            huge_pages=True,
-            prefault=self._config.prefault,
-            fd=descriptor,
-        )
-
-
-def _check(welcome: Welcome) -> None:
-    if welcome.refusal is Refusal.TOO_MUCH:
-        raise ProtocolError("it has reached its limit of clients")
-    if welcome.refusal is not Refusal.NONE:
-        raise ProtocolError(
-            f"its protocol version is {welcome.protocol}, expected {PROTOCOL}: run the same version of lmcache-async in both"
-        )
-
 
 async def _readable(connected: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(connected, lambda: None if readable.done() else readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(connected, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(connected)

@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Self, TypeVar
 
 from lmcache_async.daemon.messages import (
+    COMMIT,
+    FLAG,
+    KEY,
     MAX_ITEMS,
+    NUMBER,
+    WISH,
     Grant,
     Op,
     ProtocolError,
     Refusal,
-    pack_commits,
-    pack_keys,
-    pack_numbers,
-    pack_wishes,
-    unpack_flags,
+    pack,
+    unpack,
     unpack_grants,
-    unpack_keys,
-    unpack_numbers,
 )
 from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
@@ -77,7 +77,7 @@ class HostTier(BundledTier[HostConfig, Link]):
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look up the keys in one message per `MAX_ITEMS` keys. Records that exist count as used."""
-        return [bool(flag) for flag in await self._flags(Op.CONTAINS, keys)]
+        return await self._flags(Op.CONTAINS, keys)
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Return leases of records in the daemon's memory, with one message per `MAX_ITEMS` keys.
@@ -88,12 +88,13 @@ class HostTier(BundledTier[HostConfig, Link]):
         del allocate
         with self._connected() as connection, read_results(0) as results:
             for part in _parts(keys):
-                for grant in await self._granted(connection, Op.LEASE, pack_keys(part), len(part)):
+                for grant in await self._granted(connection, Op.LEASE, b"".join(part), len(part)):
                     if grant.lease:
                         results.append(connection.mapping.lend(grant))
+                    elif grant.offset == Refusal.TOO_MUCH:
+                        results.append(no_memory(BudgetExceededError(_TOO_MUCH)))
                     else:
-                        refused = grant.refusal is Refusal.TOO_MUCH
-                        results.append(no_memory(BudgetExceededError(_TOO_MUCH)) if refused else None)
+                        results.append(None)
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
@@ -108,8 +109,7 @@ class HostTier(BundledTier[HostConfig, Link]):
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
-        [flag] = await self._flags(Op.REMOVE, [key])
-        return bool(flag)
+        return (await self._flags(Op.REMOVE, [key]))[0]
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """Yield the keys of all records of the tenant, as of one moment."""
@@ -119,9 +119,8 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def clear(self) -> int:
         """Remove all records of the tenant, including those of other engines."""
         with self._connected() as connection:
-            answer = await self._ask(connection, Op.CLEAR)
-            [count] = unpack_numbers(answer)
-        return count
+            [(count,)] = unpack(NUMBER, await self._ask(connection, Op.CLEAR), 1)
+        return int(count)
 
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tenant in the last answer; without a connection only the counters."""
@@ -168,12 +167,12 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def _ask(self, connection: Connection, op: Op, *parts: bytes) -> bytes:
         return await connection.ask(op, *parts, timeout_s=self.config.lookup_timeout_s)
 
-    async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[int]:
-        flags: list[int] = []
+    async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[bool]:
+        flags: list[bool] = []
         with self._connected() as connection:
             for part in _parts(keys):
-                answer = await self._ask(connection, op, pack_keys(part))
-                flags += unpack_flags(answer, len(part))
+                answer = await self._ask(connection, op, b"".join(part))
+                flags += [bool(flag) for (flag,) in unpack(FLAG, answer, len(part))]
         return flags
 
     async def _listed(self) -> list[ChunkKey]:
@@ -182,8 +181,8 @@ class HostTier(BundledTier[HostConfig, Link]):
         async with self._listing:
             with self._connected() as connection:
                 while True:
-                    answer = await self._ask(connection, Op.KEYS, pack_numbers([len(found)]))
-                    piece = unpack_keys(answer)
+                    answer = await self._ask(connection, Op.KEYS, NUMBER.pack(len(found)))
+                    piece = [key for (key,) in unpack(KEY, answer)]
                     found += piece
                     if len(piece) < MAX_ITEMS:
                         return found
@@ -205,7 +204,7 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def _put(
         self, connection: Connection, items: Sequence[tuple[ChunkKey, Buffer]]
     ) -> list[TierError | None]:
-        wishes = pack_wishes((key, buffer.nbytes) for key, buffer in items)
+        wishes = pack(WISH, [(key, buffer.nbytes) for key, buffer in items])
         grants = await self._granted(connection, Op.RESERVE, wishes, len(items))
         results: list[TierError | None] = [_outcome_of(grant) for grant in grants]
         given = [position for position, grant in enumerate(grants) if grant.lease]
@@ -218,10 +217,9 @@ class HostTier(BundledTier[HostConfig, Link]):
         except BaseException:
             connection.give_back(_leases_of(grants))
             raise
-        commits = pack_commits((grants[position].lease, items[position][0]) for position in given)
+        commits = pack(COMMIT, [(grants[position].lease, items[position][0]) for position in given])
         answer = await connection.ask(Op.COMMIT, commits, timeout_s=self.config.transfer_timeout_s)
-        flags = unpack_flags(answer, len(given))
-        for position, flag in zip(given, flags, strict=True):
+        for position, (flag,) in zip(given, unpack(FLAG, answer, len(given)), strict=True):
             if flag != Refusal.NONE:
                 results[position] = TierError("the daemon rejected the commit of a record")
         return results
@@ -245,9 +243,9 @@ def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _outcome_of(grant: Grant) -> TierError | None:
     """Return the result of a put from its grant; None if memory was granted or the record exists."""
-    if grant.lease or grant.refusal is Refusal.PRESENT:
+    if grant.lease or grant.offset == Refusal.PRESENT:
         return None
-    if grant.refusal is Refusal.TOO_MUCH:
+    if grant.offset == Refusal.TOO_MUCH:
         return TierFullError(_TOO_MUCH)
     return TierFullError("the daemon's pool is full and cannot evict enough records")
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from lmcache_async.daemon.config import TenantOptions
-from lmcache_async.daemon.pool import Pool, Slot
+from lmcache_async.daemon.pool import Block, Pool
 from lmcache_async.testing.records import key_of
 from tests.support.thorough import machine_settings
 
@@ -29,8 +29,8 @@ sizes = st.sampled_from([1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE, 9 * PAGE, 10 * P
 
 
 class PoolMachine(RuleBasedStateMachine):
-    readers: Bundle[tuple[str, Slot, bytes]] = Bundle("readers")
-    writers: Bundle[tuple[str, Slot, bytes]] = Bundle("writers")
+    readers: Bundle[tuple[str, Block, bytes]] = Bundle("readers")
+    writers: Bundle[tuple[str, Block, bytes]] = Bundle("writers")
 
     @initialize(pages=st.integers(1, 60))
     def make(self, pages: int) -> None:
@@ -39,44 +39,45 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages = pages
         self.serial = 0
         self.contents: dict[tuple[str, bytes], bytes] = {}
-        self.live: dict[Slot, bytes] = {}
-        self.read: dict[
-            Slot, tuple[str, bytes]
-        ] = {}  # slots held by readers, for records that are not removed
+        self.live: list[tuple[Block, bytes]] = []
+        # Leases of readers, for records that are not removed.
+        self.read: list[tuple[Block, tuple[str, bytes]]] = []
 
     @rule(target=writers, tenant=st.sampled_from(TENANTS), nbytes=sizes, number=numbers)
     def reserve(self, tenant: str, nbytes: int, number: int):
         before = self.pool.statistics().tenants
-        slot = self.pool.reserve(tenant, key_of(number), nbytes)
+        block = self.pool.reserve(tenant, key_of(number), nbytes)
         after = self.pool.statistics().tenants
         b = after["b"]
         if tenant != "b" and b.evictions > before["b"].evictions:
             assert b.bytes >= QUOTAS["b"].reserved_bytes
-        if slot is None:
+        if block is None:
             return multiple()
-        assert (len(slot.view), slot.nbytes, slot.offset % PAGE) == (nbytes, nbytes, 0)
+        assert (len(block.view), block.nbytes, block.offset % PAGE) == (nbytes, nbytes, 0)
         self.serial += 1
         content = (str(self.serial).encode() * nbytes)[:nbytes]
-        slot.view[:] = content
-        self.live[slot] = content
-        return (tenant, slot, content)
+        block.view[:] = content
+        self.live.append((block, content))
+        return (tenant, block, content)
 
     @rule(writer=consumes(writers))
-    def commit(self, writer: tuple[str, Slot, bytes]) -> None:
-        tenant, slot, content = writer
-        key = slot.block.key
+    def commit(self, writer: tuple[str, Block, bytes]) -> None:
+        tenant, block, content = writer
+        key = block.key
         there = self.pool.contains(tenant, [key]) == [True]
-        self.pool.commit(slot)
-        del self.live[slot]
+        self.pool.commit(block)
+        self.live.remove((block, content))
         if not there:
             self.contents[tenant, key] = content
         assert self.pool.contains(tenant, [key]) == [True]
 
     @rule(lease=consumes(writers) | consumes(readers))
-    def release(self, lease: tuple[str, Slot, bytes]) -> None:
-        self.pool.release(lease[1])
-        del self.live[lease[1]]
-        self.read.pop(lease[1], None)
+    def release(self, lease: tuple[str, Block, bytes]) -> None:
+        tenant, block, content = lease
+        self.pool.release(block)
+        self.live.remove((block, content))
+        if (read := (block, (tenant, block.key))) in self.read:
+            self.read.remove(read)
 
     @rule(tenant=st.sampled_from(TENANTS), nbytes=sizes, some=st.lists(numbers, min_size=1, max_size=6))
     def store(self, tenant: str, nbytes: int, some: list[int]) -> None:
@@ -84,14 +85,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.contains(tenant, [key_of(number) for number in some])
         for number in some:
             key = key_of(number)
-            slot = self.pool.reserve(tenant, key, nbytes)
-            if slot is None or key in self.pool.keys(tenant):
-                if slot is not None:
-                    self.pool.release(slot)
+            block = self.pool.reserve(tenant, key, nbytes)
+            if block is None or key in self.pool.keys(tenant):
+                if block is not None:
+                    self.pool.release(block)
                 continue
             self.serial += 1
-            slot.view[:] = self.contents[tenant, key] = (str(self.serial).encode() * nbytes)[:nbytes]
-            self.pool.commit(slot)
+            block.view[:] = self.contents[tenant, key] = (str(self.serial).encode() * nbytes)[:nbytes]
+            self.pool.commit(block)
 
     @rule(target=readers, which=st.integers(0, 100), times=st.integers(1, 3))
     def lease(self, which: int, times: int):
@@ -102,12 +103,12 @@ class PoolMachine(RuleBasedStateMachine):
         tenant, key = held[which % len(held)]
         leases = []
         for _ in range(times):
-            slot = self.pool.lease(tenant, key)
-            assert slot is not None
-            assert bytes(slot.view) == self.contents[tenant, key]
-            self.live[slot] = self.contents[tenant, key]
-            self.read[slot] = (tenant, key)
-            leases.append((tenant, slot, self.live[slot]))
+            block = self.pool.lease(tenant, key)
+            assert block is not None
+            assert bytes(block.view) == self.contents[tenant, key]
+            self.live.append((block, self.contents[tenant, key]))
+            self.read.append((block, (tenant, key)))
+            leases.append((tenant, block, self.contents[tenant, key]))
         return multiple(*leases)
 
     @rule(tenant=st.sampled_from(TENANTS), prompt=st.lists(numbers, max_size=6, unique=True))
@@ -121,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = sorted(self.pool.keys(tenant))
         key = held[which % len(held)] if held else key_of(0)
         assert self.pool.remove(tenant, key) is bool(held)
-        self.read = {slot: of for slot, of in self.read.items() if of != (tenant, key)}
+        self.read = [(block, of) for block, of in self.read if of != (tenant, key)]
         assert self.pool.lease(tenant, key) is None
         assert not self.pool.remove(tenant, key)
 
@@ -130,20 +131,20 @@ class PoolMachine(RuleBasedStateMachine):
     def clear(self, tenant: str) -> None:
         held = len(self._held(tenant))
         assert self.pool.clear(tenant) == held
-        self.read = {slot: of for slot, of in self.read.items() if of[0] != tenant}
+        self.read = [(block, of) for block, of in self.read if of[0] != tenant]
         assert self.pool.keys(tenant) == []
 
     @invariant()
     def leases_do_not_overlap(self) -> None:
-        for slot, content in self.live.items():
-            assert bytes(slot.view) == content
-        spans = sorted({(slot.offset, slot.offset + slot.nbytes) for slot in self.live})
+        for block, content in self.live:
+            assert bytes(block.view) == content
+        spans = sorted({(block.offset, block.offset + block.nbytes) for block, _ in self.live})
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
     @invariant()
     def what_is_leased_stays(self) -> None:
         held = {tenant: set(self.pool.keys(tenant)) for tenant in TENANTS}
-        assert all(key in held[tenant] for tenant, key in self.read.values())
+        assert all(key in held[tenant] for _, (tenant, key) in self.read)
 
     @invariant()
     def the_figures_are_right(self) -> None:
@@ -160,8 +161,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert leases == len(self.live)
 
     def teardown(self) -> None:
-        for slot in list(self.live):
-            self.pool.release(slot)
+        for block, _ in self.live:
+            self.pool.release(block)
         for tenant in TENANTS:
             self.pool.clear(tenant)
         statistics = self.pool.statistics()

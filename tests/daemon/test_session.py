@@ -61,7 +61,7 @@ class Client:
         return message[0], messages.unpack_figures(message[1])[1]
 
     def reserve(self, number: int, nbytes: int) -> Grant:
-        answer = self.ask(Op.RESERVE, messages.pack_wishes([(key_of(number), nbytes)]))
+        answer = self.ask(Op.RESERVE, messages.WISH.pack(key_of(number), nbytes))
         return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
 
     def store(self, number: int) -> None:
@@ -71,7 +71,7 @@ class Client:
             grant = self.reserve(number, sealed.nbytes)
             os.pwrite(self.fds[0], sealed.view, grant.offset)
         arena.close()
-        flags = self.ask(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(number))]))
+        flags = self.ask(Op.COMMIT, messages.COMMIT.pack(grant.lease, key_of(number)))
         assert flags == bytes([Refusal.NONE])
 
     def ends(self) -> bool:
@@ -102,8 +102,8 @@ def client(daemon: ThreadedDaemon, tenant: str = "t", **options: object) -> Iter
 async def test_a_list_of_keys_is_dropped_at_its_end(daemon: ThreadedDaemon) -> None:
     with client(daemon, uuid.uuid4().hex) as one:
         one.store(1)
-        assert one.ask(Op.KEYS, messages.pack_numbers([0])) == key_of(1)
-        one.socket.sendall(frame(Op.KEYS, messages.pack_numbers([1])))
+        assert one.ask(Op.KEYS, messages.NUMBER.pack(0)) == key_of(1)
+        one.socket.sendall(frame(Op.KEYS, messages.NUMBER.pack(1)))
         assert one.ends()
 
 
@@ -111,12 +111,12 @@ NONSENSE = {
     "a frame that is too long": (messages.MAX_BODY_BYTES + 1).to_bytes(4, "little") + bytes([Op.CONTAINS]),
     "no such message": frame(Op.CONTAINS)[:4] + b"\xff",
     "half a key": frame(Op.CONTAINS, b"123"),
-    "a lease that does not exist": frame(Op.RELEASE, messages.pack_numbers([77])),
-    "a lease of another's": frame(Op.RELEASE, messages.pack_numbers([1])),
-    "a commit of nothing": frame(Op.COMMIT, messages.pack_commits([(9, key_of(1))])),
-    "a record without a byte": frame(Op.RESERVE, messages.pack_wishes([(key_of(1), 0)])),
-    "two numbers for one": frame(Op.KEYS, messages.pack_numbers([0, 1])),
-    "the rest of a list that was not begun": frame(Op.KEYS, messages.pack_numbers([4])),
+    "a lease that does not exist": frame(Op.RELEASE, messages.NUMBER.pack(77)),
+    "a lease of another's": frame(Op.RELEASE, messages.NUMBER.pack(1)),
+    "a commit of nothing": frame(Op.COMMIT, messages.COMMIT.pack(9, key_of(1))),
+    "a record without a byte": frame(Op.RESERVE, messages.WISH.pack(key_of(1), 0)),
+    "two numbers for one": frame(Op.KEYS, messages.pack(messages.NUMBER, [[0], [1]])),
+    "the rest of a list that was not begun": frame(Op.KEYS, messages.NUMBER.pack(4)),
     "more than it asks": frame(Op.CLEAR, b"everything"),
 }
 
@@ -129,7 +129,7 @@ async def test_an_invalid_message_ends_only_its_own_connection(daemon: ThreadedD
             bad.socket.sendall(NONSENSE[sent])
             assert bad.ends()
         assert other.ask(Op.CONTAINS, key_of(5)) == b"\x00"
-        other.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([held.lease])))
+        other.socket.sendall(frame(Op.RELEASE, messages.NUMBER.pack(held.lease)))
         await daemon.until_leases((0, 0), "other")
 
 
@@ -139,7 +139,7 @@ async def test_leases_last_until_the_client_closes_after_an_invalid_message(daem
         assert one.reserve(1, 10_000).lease
         one.socket.sendall(b"\xff" * 40)
         assert one.ends()
-        one.socket.sendall(frame(Op.RELEASE, messages.pack_numbers([1])))  # no longer read
+        one.socket.sendall(frame(Op.RELEASE, messages.NUMBER.pack(1)))  # no longer read
         with client(daemon, "writes") as other:
             assert other.ask(Op.CONTAINS, key_of(1)) == b"\x00"
         assert daemon.leases("writes") == (0, 1)
@@ -230,7 +230,7 @@ async def test_no_messages_are_read_from_a_client_that_does_not_read(daemon: Thr
 def test_bytes_that_are_not_a_record_are_not_committed(daemon: ThreadedDaemon) -> None:
     with client(daemon, "zeros") as one:
         grant = one.reserve(1, 10_000)
-        flags = one.ask(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(1))]))
+        flags = one.ask(Op.COMMIT, messages.COMMIT.pack(grant.lease, key_of(1)))
         assert flags == bytes([Refusal.MISSING])
         assert one.ask(Op.CONTAINS, key_of(1)) == b"\x00"
 
@@ -274,7 +274,7 @@ def test_a_file_that_replaced_the_socket_is_not_removed() -> None:
 def test_a_reservation_is_committed_under_its_own_key_only(daemon: ThreadedDaemon) -> None:
     with client(daemon, "keys") as one:
         grant = one.reserve(1, 10_000)
-        one.socket.sendall(frame(Op.COMMIT, messages.pack_commits([(grant.lease, key_of(2))])))
+        one.socket.sendall(frame(Op.COMMIT, messages.COMMIT.pack(grant.lease, key_of(2))))
         assert one.ends()
     with client(daemon, "keys") as another:
         assert another.ask(Op.CONTAINS, key_of(1) + key_of(2)) == b"\x00\x00"

@@ -27,9 +27,9 @@ def daemon() -> Iterator[ThreadedDaemon]:
 
 def put(daemon: ThreadedDaemon, tenant: str, nbytes: int) -> None:
     def run() -> None:
-        slot = daemon.pool.reserve(tenant, key_of(1), nbytes)
-        assert slot is not None
-        daemon.pool.commit(slot)
+        block = daemon.pool.reserve(tenant, key_of(1), nbytes)
+        assert block is not None
+        daemon.pool.commit(block)
 
     daemon.call(run)
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from lmcache_async.daemon.messages import Grant, Refusal
+from lmcache_async.daemon.messages import Grant
 from lmcache_async.errors import (
     BudgetExceededError,
     TierClosedError,
@@ -129,13 +129,13 @@ async def test_a_lease_outlives_its_daemon_and_is_unknown_to_the_next_one(arena,
             old = await tier.get(key_of(1), allocate)
             assert old is not None
         assert tier._opened is not None
-        while tier._opened.connected.is_set():  # the closed connection is noticed soon
+        while tier._opened.figures is not None:  # the closed connection is noticed soon
             await asyncio.sleep(0)
         with pytest.raises(TierUnavailableError):
             await tier.contains(key_of(1))
         assert tier.statistics().chunks == 0
         with ThreadedDaemon(path, max_bytes="2MiB") as second:
-            await asyncio.wait_for(tier._opened.connected.wait(), DEADLINE_S)
+            await reconnected(tier._opened)
             assert await tier.get(key_of(1), allocate) is None
             await put(tier, arena, 1)
             new = await tier.get(key_of(1), allocate)
@@ -157,13 +157,16 @@ def few_items(monkeypatch):
     monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
 
 
+async def reconnected(link: Link) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while link.figures is None:
+            await asyncio.sleep(0)
+
+
 async def lose(link: Link, connection: Connection) -> None:
     """Close the connection, and wait for the next one."""
-    connection.close(TierUnavailableError("lost"))
-    async with asyncio.timeout(DEADLINE_S):
-        while link.connected.is_set():
-            await asyncio.sleep(0)
-        await link.connected.wait()
+    connection.abort(TierUnavailableError("lost"))
+    await reconnected(link)
 
 
 async def listed(tier: HostTier) -> list[ChunkKey]:
@@ -361,7 +364,7 @@ async def test_leases_of_a_connection_that_ends_behind_the_answer_are_not_used(
 
         async def ask_and_lose(connection: Connection, *args: Any, **options: Any) -> bytes:
             answer = await ask(connection, *args, **options)
-            connection.close(TierUnavailableError("lost by the test"))
+            connection.abort(TierUnavailableError("lost by the test"))
             await connection.wait_closed()
             return answer
 
@@ -434,7 +437,7 @@ async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(ar
             await connection.wait_closed()
             assert not connection.usable
             with pytest.raises(ValueError, match="closed"):
-                connection.mapping.lend(Grant(1, 0, 4096, Refusal.NONE))
+                connection.mapping.lend(Grant(1, 0, 4096))
             assert cuda.registered
             cuda.go_on.set()
 
