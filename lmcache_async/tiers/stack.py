@@ -109,9 +109,8 @@ class TierStack:
                     stacked.writer.start()
                     stack.push_async_callback(stacked.writer.aclose, timeout_s=0.0)
             self._exit = stack.pop_all()
-        self._writable = [
-            stacked for stacked in self.tiers if stacked.writable
-        ]  # an open tier may know better
+        # An open tier may know better.
+        self._writable = [stacked for stacked in self.tiers if stacked.writable]
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
@@ -330,8 +329,8 @@ class TierStack:
                 "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
         causes: list[str | None] = [None] * len(items)  # of the tiers that have answered
-        queued: list[Sequence[asyncio.Future[TierError | None]]] = []  # by tier
-        shared: list[Sequence[asyncio.Future[TierError | None]]] = []
+        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
+        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         for stacked in self._writable:
             count = self._counts[stacked.id].written
             given = outside if stacked.leaves_memory else items
@@ -345,13 +344,13 @@ class TierStack:
                 count(outcomes)
                 continue
             futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s, count=count)
-            queued.append(futures)
-            if stacked.tier.capabilities.shared:
-                shared.append(futures)
-        waiting, shared = _by_chunk(queued, len(items)), _by_chunk(shared, len(items))
+            for position, future in enumerate(futures):
+                queued[position].append(future)
+                if stacked.tier.capabilities.shared:
+                    shared[position].append(future)
         for position, cause in enumerate(causes):
-            if waiting[position]:
-                _report_when_done(cause, waiting[position], partial(on_outcome, position))
+            if queued[position]:
+                _report_when_done(cause, queued[position], partial(on_outcome, position))
             else:
                 on_outcome(position, cause or "")
         return shared
@@ -392,15 +391,6 @@ def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
         return [(tiers[0], 0, len(tiers))]
     cuts = [position for position in range(1, len(tiers)) if tiers[position] != tiers[position - 1]]
     return [(tiers[start], start, stop) for start, stop in pairwise([0, *cuts, len(tiers)]) if start < stop]
-
-
-def _by_chunk(
-    futures: Sequence[Sequence[asyncio.Future[TierError | None]]], count: int
-) -> list[Sequence[asyncio.Future[TierError | None]]]:
-    """Return the futures of `count` chunks by chunk, given by tier. A tier may have only the first chunks."""
-    if not futures:
-        return [()] * count
-    return [[one[position] for one in futures if position < len(one)] for position in range(count)]
 
 
 def _report_when_done(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +14,9 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
+
+_KEPT = 0.75
+"""Factor of the weight of earlier calls in the measured rate, applied at each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +37,6 @@ class WriterStatistics:
     refused: int
 
 
-class _WriteRate:
-    """Write rate of a tier: exponentially weighted bytes per second of the time spent in writes."""
-
-    __slots__ = ("_bytes", "_ended", "_seconds")
-
-    _KEPT = 0.75
-    """Factor of the weight of earlier calls, applied at each call."""
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-        self._seconds = 0.0
-        self._ended = -math.inf
-
-    def add(self, nbytes: int, start: float, end: float) -> None:
-        """Add a call that wrote `nbytes`. Time that overlaps with a call that ended before counts once."""
-        self._bytes = self._bytes * self._KEPT + nbytes
-        self._seconds = self._seconds * self._KEPT + max(0.0, end - max(start, self._ended))
-        self._ended = end
-
-    def bytes_in(self, seconds: float) -> float:
-        """Return the bytes written in that time; infinite while no write has taken any time."""
-        return self._bytes * seconds / self._seconds if self._seconds else math.inf
-
-
 class _Item(NamedTuple):
     key: ChunkKey
     buffer: Buffer
@@ -65,18 +44,21 @@ class _Item(NamedTuple):
 
 
 class WriteReservation:
-    """Room in a write queue for chunks that will be submitted; `release` returns what they have not used."""
+    """Room in a write queue for chunks that will be submitted.
 
-    __slots__ = ("_keys", "_writer")
+    Attributes:
+        keys: The chunks that have not used their room.
+    """
+
+    __slots__ = ("_writer", "keys")
 
     def __init__(self, writer: TierWriter, keys: set[ChunkKey]) -> None:
         self._writer = writer
-        self._keys = keys
+        self.keys = keys
 
     def release(self) -> None:
         """Return the room that no chunk has used. May be called twice."""
-        keys, self._keys = self._keys, set()
-        self._writer.withdraw(keys)
+        self._writer.withdraw(self)
 
 
 class TierWriter:
@@ -108,10 +90,8 @@ class TierWriter:
         self._tier = tier
         self._budget = ByteBudget(max(max_bytes, chunk_bytes))
         self._max_s = max_s
-        self._rate = _WriteRate()
         self._chunk_bytes = chunk_bytes
-        self._reserved: Counter[ChunkKey] = Counter()  # chunks with room in the budget
-        self._reservations: Counter[ChunkKey] = Counter()  # that are not released yet
+        self._reservations: list[WriteReservation] = []
         self._call_bytes = call_bytes
         self._queue: deque[_Item] = deque()
         self._work = asyncio.Event()
@@ -120,6 +100,8 @@ class TierWriter:
         self._pending: set[asyncio.Future[TierError | None]] = set()
         self._refused = 0
         self._closed = False
+        # Bytes written and seconds of writing, exponentially weighted, and the end of the last call.
+        self._written, self._seconds, self._ended = 0.0, 0.0, -math.inf
 
     def start(self) -> None:
         self._workers = [asyncio.create_task(self._run()) for _ in range(self._num_workers)]
@@ -131,22 +113,16 @@ class TierWriter:
             BudgetExceededError: There was no room within `timeout_s`, or the chunks exceed the bound (raised
                 at once).
         """
-        wanted = set(keys)
-        await self._budget.reserve(len(wanted) * self._chunk_bytes, timeout_s=timeout_s)
-        self._reserved.update(wanted)
-        self._reservations.update(wanted)
-        return WriteReservation(self, wanted)
+        reservation = WriteReservation(self, set(keys))
+        await self._budget.reserve(len(reservation.keys) * self._chunk_bytes, timeout_s=timeout_s)
+        self._reservations.append(reservation)
+        return reservation
 
-    def withdraw(self, keys: Collection[ChunkKey]) -> None:
-        """End a reservation of these chunks. Other reservations of the same chunks keep their room."""
-        unused = 0
-        for key in keys:
-            others = self._reservations.pop(key) - 1
-            if others:
-                self._reservations[key] = others
-            if self._reserved[key] > others:
-                unused += self._take_reserved(key)
-        self._budget.release(unused * self._chunk_bytes)
+    def withdraw(self, reservation: WriteReservation) -> None:
+        """End a reservation."""
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            self._budget.release(len(reservation.keys) * self._chunk_bytes)
 
     async def submit(
         self,
@@ -177,8 +153,8 @@ class TierWriter:
             futures.append(future)
             if count is not None:
                 future.add_done_callback(lambda done: count([done.result()]))
-            if refusal is None and not self._take_room(key if reserved else None, buffer.nbytes):
-                refusal = await self._wait_for_room(buffer.nbytes, deadline - loop.time())
+            if refusal is None and not (reserved and self._use_reservation(key, buffer.nbytes)):
+                refusal = await self._take_room(buffer.nbytes, deadline - loop.time())
             if refusal is not None:
                 self._refused += 1
                 future.set_result(refusal)
@@ -216,17 +192,19 @@ class TierWriter:
             refused=self._refused,
         )
 
-    def _take_room(self, key: ChunkKey | None, nbytes: int) -> bool:
-        """Take room for a chunk, with `key` also what is reserved for it. Return False if none is free now."""
-        if self._closed:
+    def _use_reservation(self, key: ChunkKey, nbytes: int) -> bool:
+        """Use the room that is reserved for a chunk. Return whether there is any."""
+        if self._closed or nbytes > self._chunk_bytes:
             return False
-        if key is not None and nbytes <= self._chunk_bytes and self._take_reserved(key):
-            self._budget.release(self._chunk_bytes - nbytes)
-            return True
-        return self._budget.reserve_nowait(nbytes)
+        for reservation in self._reservations:
+            if key in reservation.keys:
+                reservation.keys.remove(key)
+                self._budget.release(self._chunk_bytes - nbytes)
+                return True
+        return False
 
-    async def _wait_for_room(self, nbytes: int, timeout_s: float) -> TierError | None:
-        """Take room for a chunk when it becomes free. Return the error if there is none in time."""
+    async def _take_room(self, nbytes: int, timeout_s: float) -> TierError | None:
+        """Wait for room for a chunk. Return the error if there is none in time."""
         if refusal := self._refusal():
             return refusal
         try:
@@ -239,35 +217,35 @@ class TierWriter:
             self._budget.release(nbytes)
         return refusal
 
-    def _take_reserved(self, key: ChunkKey) -> bool:
-        """Use the room that is reserved for a chunk. Return whether there is any."""
-        left = self._reserved.pop(key, 0) - 1
-        if left > 0:
-            self._reserved[key] = left
-        return left >= 0
-
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             while not self._queue:
                 self._work.clear()
                 await self._work.wait()
             items = self._take()
             outcome: Sequence[TierError | None] = [self._was_closed()] * len(items)
+            start = loop.time()
             try:
-                outcome = await self._put(items)
+                outcome = await self._tier.put([(item.key, item.buffer) for item in items])
+                self._measure(items, outcome, start, loop.time())
             finally:
                 for item, error_or_none in zip(items, outcome, strict=True):
                     self._end(item, error_or_none)
 
-    async def _put(self, items: Sequence[_Item]) -> Sequence[TierError | None]:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        outcome = await self._tier.put([(item.key, item.buffer) for item in items])
+    def _measure(
+        self, items: Sequence[_Item], outcome: Sequence[TierError | None], start: float, end: float
+    ) -> None:
+        """Limit the queue to what the tier writes in `max_s`. Time that overlaps with an earlier call counts once."""
         written = sum(item.buffer.nbytes for item, error in zip(items, outcome, strict=True) if error is None)
-        if written:  # a call that stored nothing is no measurement
-            self._rate.add(written, start, loop.time())
-            self._budget.limit(int(min(self._rate.bytes_in(self._max_s), self._budget.max_bytes)))
-        return outcome
+        if not written:  # a call that stored nothing is no measurement
+            return
+        self._written = self._written * _KEPT + written
+        self._seconds = self._seconds * _KEPT + max(0.0, end - max(start, self._ended))
+        self._ended = end
+        if self._seconds:
+            in_time = self._written * self._max_s / self._seconds
+            self._budget.limit(int(min(in_time, self._budget.max_bytes)))
 
     def _take(self) -> list[_Item]:
         items = [self._queue.popleft()]
