@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
 from lmcache_async.config.validation import LEFT_OUT
@@ -14,7 +15,7 @@ from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.registry import LAYERS, TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.handle import TierHandle, Watcher
-from lmcache_async.tiers.middleware.base import Layer, LayerContext, Shared
+from lmcache_async.tiers.middleware.base import Layer, LayerContext
 from lmcache_async.tiers.stack import StackedTier
 from lmcache_async.tiers.writer import TierWriter
 
@@ -93,7 +94,7 @@ def configured_tiers(
         LMCacheAsyncError: A name or an option is wrong, a package is missing, or parts do not fit together.
     """
     third_party = config.plugins.third_party
-    shared = Shared()
+    shared: dict[str, Any] = {}
     arena_tiers: dict[str, TierSpec] = {}
     for spec in config.tiers:
         tier: Tier | None = None

@@ -17,7 +17,7 @@ from lmcache_async.testing.records import allocator
 from lmcache_async.testing.records import key_of as key
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.tiers.middleware.base import LayerContext, Shared
+from lmcache_async.tiers.middleware.base import LayerContext
 from lmcache_async.types import ChunkKey
 
 HANG = object()
@@ -163,14 +163,14 @@ def context(
     timeout_s: float = 30.0,
     tier: str = "t",
     layer: str = "l",
-    shared: Shared | None = None,
+    shared: dict[str, object] | None = None,
 ) -> LayerContext:
     return LayerContext(
         tier=tier,
         layer=layer,
         timeout_s=timeout_s,
         logger=LimitedLogger(logging.getLogger("test")),
-        shared=shared or Shared(),
+        shared={} if shared is None else shared,
         where=f"tiers[0] ({tier}), layers[0] ({layer})",
     )
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.testing.records import SLAB_BYTES, allocator
-from lmcache_async.tiers.middleware.base import Shared
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer, split
 from tests.tiers.layered import (
     HANG,
@@ -150,7 +149,7 @@ async def test_a_batch_in_one_part_that_fails_raises():
 async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
     inner = fill(ToldTier(), 6)
     inner.told.append(3)
-    shared = Shared()
+    shared = {}
     slow = limited(inner, max_calls=1, share="nic", where=context(shared=shared))
     tier = limited(inner, max_calls=1, share="nic", where=context(shared=shared, timeout_s=2))
     first = asyncio.ensure_future(slow.contains(key(0)))
@@ -184,7 +183,7 @@ async def test_lookups_in_a_local_index_do_not_wait():
 
 @in_virtual_time
 async def test_tiers_with_the_same_share_have_one_limit_together():
-    shared = Shared()
+    shared = {}
     inners = [ToldTier(), ToldTier(), ToldTier()]
     for inner in inners:
         inner.told.append(1.0)
@@ -207,7 +206,7 @@ async def test_tiers_with_the_same_share_have_one_limit_together():
 
 
 def test_the_same_share_with_other_options_stops_the_start():
-    shared = Shared()
+    shared = {}
     limited(ToldTier(), max_calls=1, share="nic", where=context(shared=shared, tier="a"))
 
     with pytest.raises(ConfigError) as caught:

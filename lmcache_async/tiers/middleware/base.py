@@ -7,19 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
-from lmcache_async.errors import ConfigError, TierError
+from lmcache_async.errors import TierError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics, TierMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.types import ChunkKey
-
-T = TypeVar("T")
 
 
 class Kind(StrEnum):
@@ -117,28 +115,6 @@ class LayerStatistics:
     """Base class of the statistics of a layer. A layer with statistics derives its own."""
 
 
-class Shared:
-    """Objects shared by layers of one engine, by name."""
-
-    def __init__(self) -> None:
-        self._objects: dict[str, tuple[str, LayerConfig, Any]] = {}
-
-    def join(self, name: str, options: LayerConfig, where: str, make: Callable[[], T]) -> T:
-        """Return the object of that name; the first call makes it.
-
-        Raises:
-            ConfigError: The first caller had other options.
-        """
-        if name not in self._objects:
-            self._objects[name] = (where, options, make())
-        first, its_options, found = self._objects[name]
-        if options != its_options:
-            raise ConfigError(
-                f"{where}: share {name!r} has other options than in {first}: give both the same, or other names"
-            )
-        return found  # type: ignore[no-any-return]  # layers with equal options share objects of one type
-
-
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """Context of a layer.
@@ -148,7 +124,7 @@ class LayerContext:
         layer: Id of the layer.
         timeout_s: Longest time of a call of the tier in seconds.
         logger: Rate-limited logger, for the few messages that need attention.
-        shared: Objects shared by layers of the engine.
+        shared: Objects shared by layers of the engine, by name.
         where: Position of the layer in the configuration, for messages.
         metrics: Metrics of the tier.
     """
@@ -157,7 +133,7 @@ class LayerContext:
     layer: str
     timeout_s: float
     logger: LimitedLogger
-    shared: Shared = field(default_factory=Shared)
+    shared: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     metrics: TierMetrics = field(default_factory=lambda: EngineMetrics().tier(""))
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, model_validator
 
 from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import Count, NameText, OptionalSize, parse_name, unless_none
-from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, ConfigError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
 from lmcache_async.tiers.middleware.base import (
@@ -84,11 +84,16 @@ class LimitLayer(Layer):
         super().__init__(options, context)
         self._max_bytes = options.max_bytes
         self._record_bytes = 0
-        self._budgets = (
-            context.shared.join(options.share, options, context.where, lambda: _budgets(options))
-            if options.share
-            else _budgets(options)
-        )
+        self._budgets = _budgets(options)
+        if options.share:
+            first, its_options, self._budgets = context.shared.setdefault(
+                options.share, (context.where, options, self._budgets)
+            )
+            if its_options != options:
+                raise ConfigError(
+                    f"{context.where}: share {options.share!r} has other options than in {first}: give both the same,"
+                    " or other names"
+                )
 
     def bind(self, arena: Arena) -> None:
         self._record_bytes = arena.slab_bytes
