@@ -13,8 +13,8 @@ import typer
 from pydantic import BaseModel
 from typer import Argument, Option
 
-from lmcache_async.cli.options import KINDS, options_type, schema_of, shown
 from lmcache_async.cli.output import PROBLEM, JSONFlag, print_json, refuse, say
+from lmcache_async.cli.tiers import KINDS, options_type, schema_of, shown
 from lmcache_async.config import (
     EngineConfig,
     LayerSpec,

@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from lmcache_async.cli.checks import machine, versions
-from lmcache_async.cli.checks.probe import probe_tier, probe_timeout_s
+from lmcache_async.cli import checks as host
 from lmcache_async.cli.output import PROBLEM, STOPPED, JSONFlag, print_json, refuse, say
+from lmcache_async.cli.probe import probe_tier, probe_timeout_s
 from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
 from lmcache_async.engine.check import all_problems, tier_capabilities
 from lmcache_async.engine.tiers import make_tier
@@ -85,14 +85,14 @@ def doctor_command(
 
 def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
     """Yield the groups of checks in order."""
-    yield "versions", LOCAL_S, versions.check_versions
-    yield "vllm plug-in", versions.VLLM_TIMEOUT_S + 5, versions.check_plugin
-    yield "compiled module", LOCAL_S, lambda: [versions.check_compiled()]
+    yield "versions", LOCAL_S, host.check_versions
+    yield "vllm plug-in", host.VLLM_TIMEOUT_S + 5, host.check_plugin
+    yield "compiled module", LOCAL_S, lambda: [host.check_compiled()]
     registry = Registry()
     read: list[EngineConfig] = []
     yield "config", LOCAL_S, partial(_check_config, file, registry, read)
     config = read[0] if read else load_config(env={})
-    for name, check in machine.CHECKS.items():
+    for name, check in host.MACHINE.items():
         yield name, LOCAL_S, partial(lambda check: [check(config)], check)
     yield "restart", LOCAL_S, partial(_check_restart, config, registry)
     for spec in config.tiers:

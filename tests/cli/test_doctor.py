@@ -16,7 +16,7 @@ from tests.cli.site import GOOD, install
 
 def quick(monkeypatch) -> None:
     """Skip the import of vLLM."""
-    monkeypatch.setattr(doctor.versions, "check_plugin", lambda: [ok("vllm plug-in", "skipped")])
+    monkeypatch.setattr(doctor.host, "check_plugin", lambda: [ok("vllm plug-in", "skipped")])
 
 
 def test_the_command_as_json_and_as_text(invoke, tmp_path, monkeypatch):

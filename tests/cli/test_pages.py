@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.cli.app import load_commands
-from lmcache_async.cli.checks.versions import MATRIX, PYTHON, UVLOOP, minor
+from lmcache_async.cli.checks import MATRIX, PYTHON, UVLOOP, minor
 from tools import cli_page, config_page
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_async.cli.checks.probe import probe_tier
+from lmcache_async.cli.probe import probe_tier
 from lmcache_async.config import TierSpec
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import BudgetExceededError, TierUnavailableError

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from lmcache_async.cli import top
 from lmcache_async.cli.output import plain
-from lmcache_async.cli.top import StatusClient, watch
-from lmcache_async.cli.top_view import BLOCKS, render, spark, speed
+from lmcache_async.cli.top import BLOCKS, StatusClient, render, spark, speed, watch
 from lmcache_async.errors import ConfigError
 from tests.support.daemons import ThreadedDaemon, socket_path
 from tests.support.secret_files import secret_file

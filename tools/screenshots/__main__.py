@@ -18,8 +18,7 @@ from PIL import Image
 from playwright.async_api import Page, async_playwright
 from rich.console import Console
 
-from lmcache_async.cli.top import StatusClient
-from lmcache_async.cli.top_view import render
+from lmcache_async.cli.top import StatusClient, render
 from tools.browser import FLAGS, require
 from tools.screenshots.traffic import Traffic, open_engine
 
