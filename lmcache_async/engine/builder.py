@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,20 +64,13 @@ class GroupParts:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an engine. Lookups may pin `max_pinned` slabs of the arena."""
+    """The parts of an engine. Lookups may pin `max_pinned` slabs of the arena. `free` releases threads and memory."""
 
     arena: Arena
     stack: TierStack
-    workers: WorkerPool
     groups: tuple[GroupParts, ...]
     max_pinned: int
-
-    def free(self) -> None:
-        """Release threads and memory."""
-        self.workers.shutdown()  # its running calls wait for nothing and end by themselves
-        for group in self.groups:
-            group.copier.close()
-        self.arena.close()
+    free: Callable[[], None]
 
 
 def build(
@@ -142,8 +135,6 @@ def build(
             prefault=config.arena.prefault,
         )
         undo.callback(arena.close)
-        workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
-        undo.callback(workers.shutdown)
         copiers = open_copiers(
             [group.layout for group in groups],
             threads=config.copy_threads,
@@ -154,6 +145,8 @@ def build(
         )
         for copier in copiers:
             undo.callback(copier.close)
+        workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
+        undo.callback(workers.shutdown)  # its running calls wait for nothing and end by themselves
         max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
         runners = _RunnerMaker(config, registry, arena, stack, max_pinned)
         built = []
@@ -172,8 +165,7 @@ def build(
                 "workers": workers,
             }
             built.append(GroupParts(copier, runners.store(resources), *runners.retrieve(resources)))
-        undo.pop_all()
-    return Parts(arena, stack, workers, tuple(built), max_pinned)
+        return Parts(arena, stack, tuple(built), max_pinned, undo.pop_all().close)
 
 
 def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:

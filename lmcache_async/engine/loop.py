@@ -29,9 +29,6 @@ class LoopThread:
 
     After a SystemExit, a KeyboardInterrupt or a `loop.stop()` in a task or callback the loop continues. If the
     thread ends for another reason, waiting and later calls raise EngineClosedError at once.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str = "lmcache-async-loop") -> None:

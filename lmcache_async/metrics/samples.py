@@ -39,10 +39,7 @@ class Samples:
     def add(self, name: str, value: Value, *labels: str) -> None:
         """Add a value. Values with the same labels are added up, or merged as their series says.
 
-        Args:
-            name: Name of the series, without prefix.
-            value: The value.
-            *labels: Values of the labels, in the order of the series.
+        The name of the series has no prefix, and the labels are in its order.
 
         Raises:
             KeyError: There is no such series.

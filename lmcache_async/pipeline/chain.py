@@ -20,9 +20,6 @@ class Chain(Generic[In, Out]):
     `Chain.of(a).then(b)` is checked by the type checker and again at run time. Chains from a configuration
     are only checked at run time. The error names the two stages that do not match and both types.
 
-    Args:
-        stages: Stages in order.
-
     Raises:
         ChainError: The sequence is empty, the types of two neighbours do not match, or a stage for whole
             requests follows one for batches.
@@ -57,26 +54,14 @@ class Chain(Generic[In, Out]):
 
     @classmethod
     def named(cls, stages: Sequence[tuple[str, Stage[Any, Any]]]) -> Chain[Any, Any]:
-        """Build a chain from configured stages, in order.
-
-        Args:
-            stages: Name and stage of each.
-        """
+        """Build a chain from configured stages, in order, with the name of each."""
         return Chain[Any, Any]([describe(name, stage) for name, stage in stages])
 
     def then(self, stage: Stage[Out, Mid], *, name: str | None = None) -> Chain[In, Mid]:
         return Chain[In, Mid]([*self.stages, describe(name or _stage_name(stage), stage)])
 
     def check_ends(self, takes: type, gives: type) -> None:
-        """Check the types of the chain's ends.
-
-        Args:
-            takes: Type passed to the first stage.
-            gives: Type expected from the last stage.
-
-        Raises:
-            ChainError: A type does not match.
-        """
+        """Check the types of the chain's ends. Raise ChainError if one does not match."""
         first, last = self.stages[0], self.stages[-1]
         if not _fits(takes, first.takes):
             raise ChainError(

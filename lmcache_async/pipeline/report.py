@@ -38,10 +38,7 @@ class Drops(Counter[str]):
 
 
 class WriteOutcomes:
-    """Outcome of each chunk of a batch, complete when the slowest tier has finished.
-
-    Args:
-        count: Number of chunks.
+    """Outcome of each of `count` chunks of a batch, complete when the slowest tier has finished.
 
     Attributes:
         causes: For each chunk "" if at least one tier stored it, else the cause; None as long as it is not known.

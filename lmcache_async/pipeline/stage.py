@@ -60,11 +60,7 @@ _FLAGS = ("per_request", "ordered", "reads_device", "writes_device")
 
 
 def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
-    """Read the types of a stage from its annotations.
-
-    Args:
-        name: Name for messages.
-        stage: The stage, or its class.
+    """Read the types of a stage, or of its class, from its annotations.
 
     Raises:
         ChainError: The stage is not an async callable with one argument, or is not annotated.
@@ -97,11 +93,6 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
 
     A function is returned as it is. A class is called with the resources that the parameters of its
     constructor name.
-
-    Args:
-        name: Name for messages.
-        target: Function or class.
-        resources: Resources of the engine by name.
 
     Raises:
         ChainError: A parameter names no resource; the message lists those available.

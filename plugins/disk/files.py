@@ -290,13 +290,8 @@ class RecordReads:
     def start(self, call: int, key: ChunkKey, view: memoryview) -> Future[int]:
         """Read a record into `view`, which has the size of its file, as soon as a thread is free.
 
-        Args:
-            call: Number of the call for which it is read. Reads of lower numbers are first.
-            key: The record.
-            view: Memory, which is used until the read has ended.
-
-        Returns:
-            A future of the size of the record. It can be cancelled until a thread has begun the read.
+        Reads for a `call` with a lower number are first. The future has the size of the record; it can be cancelled
+        until a thread has begun the read.
         """
         read = _Read((call, next(self._arrivals)), key, view)
         with self._lock:
