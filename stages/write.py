@@ -21,11 +21,10 @@ class WriteStage:
         outcomes = WriteOutcomes(len(batch.chunks))
         items = [(chunk.key, buffer) for chunk, buffer in zip(batch.chunks, batch.buffers, strict=True)]
         at_rest = batch.at_rest if isinstance(batch, EncryptedBatch) else None
-        shared = await self._stack.write(items, outcomes.note, at_rest=at_rest)
+        await self._stack.write(items, outcomes.add, at_rest=at_rest)
         return BatchStored(
             chunks=batch.chunks,
             outcomes=outcomes,
-            shared=tuple(shared),
             present=batch.present,
             dropped=batch.drops,
             bytes=sum([buffer.nbytes for buffer in batch.buffers]),

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -294,7 +293,7 @@ class CacheEngine:
                     )
                 except (BudgetExceededError, TierError) as error:
                     batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
-                waiting = [end for batch in batches if (end := batch.outcomes.pending()) is not None]
+                waiting = [write for batch in batches for write in batch.outcomes.pending()]
                 if waiting:
                     await asyncio.wait(waiting, timeout=left())
                 report = _merge_stored(batches, start, copied.time or start)
@@ -521,7 +520,7 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
     for batch in batches:
         if batch.dropped:
             dropped.add_all(batch.dropped)
-        causes = batch.outcomes.causes
+        causes = batch.outcomes.causes()
         written = causes.count("")
         stored += written
         tokens += sum([len(chunk.tokens) for chunk in batch.chunks])
@@ -532,9 +531,7 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
                     dropped.add([chunk], cause or "deadline")
     return StoreReport(
         stored=stored,
-        shared=sum(
-            map(_in_a_shared_tier, filter(None, chain.from_iterable(batch.shared for batch in batches)))
-        ),
+        shared=sum(batch.outcomes.shared() for batch in batches),
         present=sum(batch.present for batch in batches),
         dropped=Counter(dropped),
         tokens=tokens,
@@ -542,10 +539,6 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
         seconds=time.perf_counter() - start,
         copy_seconds=copied - start,
     )
-
-
-def _in_a_shared_tier(answers: Sequence[asyncio.Future[TierError | None]]) -> bool:
-    return any(answer.done() and not answer.cancelled() and answer.result() is None for answer in answers)
 
 
 def _merge_retrieved(batches: Sequence[RetrieveReport], asked_tokens: int, start: float) -> RetrieveReport:

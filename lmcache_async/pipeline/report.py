@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lmcache_async.errors import TierError
 from lmcache_async.types import Chunk
@@ -37,33 +38,57 @@ class Drops(Counter[str]):
             self.chunks.extend(other.chunks)
 
 
-class WriteOutcomes:
-    """Outcome of each of `count` chunks of a batch, complete when the slowest tier has finished.
+Result: TypeAlias = "asyncio.Future[TierError | None] | TierError | None"
+"""Result of the write of a chunk to a tier: None if it was stored, else the error, or a future of either."""
 
-    Attributes:
-        causes: For each chunk "" if at least one tier stored it, else the cause; None as long as it is not known.
+
+class WriteOutcomes:
+    """Results of the tiers for the chunks of a batch. Complete when the slowest tier has finished.
+
+    Args:
+        count: Number of chunks.
     """
 
-    __slots__ = ("_complete", "_left", "causes")
-
     def __init__(self, count: int) -> None:
-        self.causes: list[str | None] = [None] * count
-        self._left = count
-        self._complete: asyncio.Future[None] | None = None
+        self._count = count
+        self._results: list[Sequence[Result]] = []  # by tier
+        self._shared: list[Sequence[Result]] = []  # those of tiers that are shared with other processes
 
-    def note(self, position: int, cause: str) -> None:
-        """Note the outcome of a chunk. Only the first one counts."""
-        if self.causes[position] is None:
-            self.causes[position] = cause
-            self._left -= 1
-            if not self._left and self._complete is not None and not self._complete.done():
-                self._complete.set_result(None)
+    def add(self, results: Sequence[Result], *, shared: bool) -> None:
+        """Add the result of a tier for each chunk."""
+        self._results.append(results)
+        if shared:
+            self._shared.append(results)
 
-    def pending(self) -> asyncio.Future[None] | None:
-        """Return a future that is done when the outcomes are complete; None if they are."""
-        if self._left and self._complete is None:
-            self._complete = asyncio.get_running_loop().create_future()
-        return self._complete if self._left else None
+    def pending(self) -> list[asyncio.Future[TierError | None]]:
+        """Return the writes that have not ended."""
+        each = (result for results in self._results for result in results)
+        return [result for result in each if isinstance(result, asyncio.Future) and not result.done()]
+
+    def causes(self) -> list[str | None]:
+        """Return for each chunk "" if a tier stored it, else the cause; None while a tier has not finished."""
+        if all(results.count(None) == self._count for results in self._results):  # the most frequent case
+            return [""] * self._count
+        return [_cause(results) for results in zip(*self._results, strict=True)]
+
+    def shared(self) -> int:
+        """Return the number of chunks that a tier which is shared with other processes has stored by now."""
+        return sum(any(map(_is_stored, results)) for results in zip(*self._shared, strict=True))
+
+
+def _cause(results: Sequence[Result]) -> str | None:
+    if any(isinstance(result, asyncio.Future) and not result.done() for result in results):
+        return None
+    if any(map(_is_stored, results)):
+        return ""
+    queued = [result.result() for result in results if isinstance(result, asyncio.Future)]
+    return type((queued or results)[0]).__name__
+
+
+def _is_stored(result: Result) -> bool:
+    if isinstance(result, asyncio.Future):
+        return result.done() and result.result() is None
+    return result is None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +98,6 @@ class BatchStored:
     Attributes:
         chunks: Chunks that were written to the tiers.
         outcomes: Outcomes of these chunks.
-        shared: For each chunk, the results of the tiers that are shared with other processes; None if the
-            tier stored it, else the error.
         present: Number of chunks of the request that were stored before.
         dropped: Number of chunks that were dropped before the write, by cause.
         bytes: Total bytes of the records.
@@ -82,7 +105,6 @@ class BatchStored:
 
     chunks: tuple[Chunk, ...] = ()
     outcomes: WriteOutcomes = field(default_factory=lambda: WriteOutcomes(0))
-    shared: tuple[Sequence[asyncio.Future[TierError | None]], ...] = ()
     present: int = 0
     dropped: Counter[str] = field(default_factory=Drops)
     bytes: int = 0

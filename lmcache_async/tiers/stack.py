@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress, pairwise
 from operator import not_
-from typing import Self
+from typing import Protocol, Self
 
 from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
@@ -17,7 +16,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.tiers.results import ReadResult, release_results
+from lmcache_async.tiers.results import ReadResult, WriteResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey
 
@@ -61,6 +60,12 @@ class Fetched:
     buffers: tuple[Buffer, ...]
     tiers: tuple[int, ...]
     cause: str
+
+
+class OnResults(Protocol):
+    """Receives the results of a tier for a write, and whether the tier is `shared` with other processes."""
+
+    def __call__(self, results: Sequence[WriteResult], *, shared: bool) -> None: ...
 
 
 class TierStack:
@@ -301,22 +306,18 @@ class TierStack:
     async def write(
         self,
         items: Sequence[tuple[ChunkKey, Buffer]],
-        on_outcome: Callable[[int, str], None],
+        on_results: OnResults,
         *,
         at_rest: Sequence[Buffer] | None = None,
-    ) -> Sequence[Sequence[asyncio.Future[TierError | None]]]:
+    ) -> None:
         """Write the chunks to every writable tier. Ends when each tier has stored or queued them.
 
         Args:
             items: Keys and records.
-            on_outcome: Called once for each chunk with its position and "" if at least one tier stored it,
-                else the cause. For queued chunks it is called after the last tier has finished.
+            on_results: Called once for each tier with its result for each chunk, or a future of the result.
             at_rest: Encrypted records of the first `len(at_rest)` chunks, for tiers outside the arena. The
                 other chunks are not written to these tiers. None means that the plain records are written,
                 which is refused if everything is encrypted.
-
-        Returns:
-            For each chunk the futures of its writes to tiers that are shared with other processes.
 
         Raises:
             ChainError: Encryption is on and `at_rest` is None.
@@ -328,32 +329,18 @@ class TierStack:
             raise ChainError(
                 "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
-        causes: list[str | None] = [None] * len(items)  # of the tiers that have answered
-        queued: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
-        shared: list[list[asyncio.Future[TierError | None]]] = [[] for _ in items]
         for stacked in self._writable:
             count = self._counts[stacked.id].written
             given = outside if stacked.leaves_memory else items
-            if missing := len(items) - len(given):
-                errors = [TierFullError("no arena memory to encrypt it in")] * missing
-                _note_outcomes(causes, errors, start=len(given))
-                count(errors)
+            left_out = [TierFullError("no arena memory to encrypt it in")] * (len(items) - len(given))
+            count(left_out)
+            results: Sequence[WriteResult]
             if stacked.writer is None:
-                outcomes = await stacked.tier.put(given)
-                _note_outcomes(causes, outcomes)
-                count(outcomes)
-                continue
-            futures = await stacked.writer.submit(given, timeout_s=self._write_timeout_s, count=count)
-            for position, future in enumerate(futures):
-                queued[position].append(future)
-                if stacked.tier.capabilities.shared:
-                    shared[position].append(future)
-        for position, cause in enumerate(causes):
-            if queued[position]:
-                _report_when_done(cause, queued[position], partial(on_outcome, position))
+                results = await stacked.tier.put(given)
+                count(results)
             else:
-                on_outcome(position, cause or "")
-        return shared
+                results = await stacked.writer.submit(given, timeout_s=self._write_timeout_s, count=count)
+            on_results([*results, *left_out], shared=stacked.tier.capabilities.shared)
 
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
@@ -391,34 +378,6 @@ def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:
         return [(tiers[0], 0, len(tiers))]
     cuts = [position for position in range(1, len(tiers)) if tiers[position] != tiers[position - 1]]
     return [(tiers[start], start, stop) for start, stop in pairwise([0, *cuts, len(tiers)]) if start < stop]
-
-
-def _report_when_done(
-    cause: str | None,
-    queued: Sequence[asyncio.Future[TierError | None]],
-    report: Callable[[str], None],
-) -> None:
-    """Report the cause of a chunk when the last tier that `queued` it has finished; `cause` is that of the others."""
-    left = len(queued)
-
-    def one_done(_: asyncio.Future[TierError | None]) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            outcomes = [future.result() for future in queued]
-            report("" if cause == "" or None in outcomes else type(outcomes[0]).__name__)
-
-    for future in queued:
-        future.add_done_callback(one_done)
-
-
-def _note_outcomes(causes: list[str | None], outcomes: Sequence[TierError | None], start: int = 0) -> None:
-    """Note a tier's outcomes of the chunks from `start` on: "" if any tier stored the chunk, else an error's class."""
-    for position, error in enumerate(outcomes, start):
-        if error is None:
-            causes[position] = ""
-        elif causes[position] is None:
-            causes[position] = type(error).__name__
 
 
 async def _no_memory(nbytes: int) -> Buffer:

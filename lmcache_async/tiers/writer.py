@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
 from lmcache_async.memory.budget import ByteBudget
@@ -37,10 +37,15 @@ class WriterStatistics:
     refused: int
 
 
+Count: TypeAlias = Callable[[Sequence[TierError | None]], object]
+"""Called with the outcomes of chunks that were written or refused."""
+
+
 class _Item(NamedTuple):
     key: ChunkKey
     buffer: Buffer
     done: asyncio.Future[TierError | None]
+    counted: Count
 
 
 class WriteReservation:
@@ -130,7 +135,7 @@ class TierWriter:
         *,
         timeout_s: float,
         reserved: bool = True,
-        count: Callable[[Sequence[TierError | None]], object] | None = None,
+        count: Count = lambda outcomes: None,
     ) -> list[asyncio.Future[TierError | None]]:
         """Queue the chunks in order.
 
@@ -151,16 +156,15 @@ class TierWriter:
         for key, buffer in items:
             future: asyncio.Future[TierError | None] = loop.create_future()
             futures.append(future)
-            if count is not None:
-                future.add_done_callback(lambda done: count([done.result()]))
             if refusal is None and not (reserved and self._use_reservation(key, buffer.nbytes)):
                 refusal = await self._take_room(buffer.nbytes, deadline - loop.time())
             if refusal is not None:
                 self._refused += 1
+                count([refusal])
                 future.set_result(refusal)
                 continue
             self._pending.add(future)
-            self._queue.append(_Item(key, buffer.retain(), future))
+            self._queue.append(_Item(key, buffer.retain(), future, count))
             self._work.set()
         return futures
 
@@ -259,6 +263,7 @@ class TierWriter:
         self._budget.release(item.buffer.nbytes)
         item.buffer.release()
         self._pending.discard(item.done)
+        item.counted([error])
         if not item.done.done():
             item.done.set_result(error)
 

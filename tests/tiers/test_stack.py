@@ -18,6 +18,7 @@ from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavail
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.pipeline.batch import NO_ROWS, FetchedBatch, RetrieveRequest
+from lmcache_async.pipeline.report import WriteOutcomes
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.fetch import FetchStage
@@ -121,15 +122,13 @@ def check_and_release(fetched, numbers):
 
 async def write(stack, arena, numbers):
     """Write and flush, and return the outcomes by position."""
-    outcomes, items = [], filled(arena, numbers)
-    await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
+    items = filled(arena, numbers)
+    outcomes = WriteOutcomes(len(items))
+    await stack.write(items, outcomes.add)
     release(buffer for _, buffer in items)
     assert await stack.flush(timeout_s=5)
-    await turns(2)
-    assert sorted(position for position, _ in outcomes) == list(range(len(items))), (
-        "each outcome is reported once"
-    )
-    return [cause for _, cause in sorted(outcomes)]
+    assert outcomes.pending() == []
+    return outcomes.causes()
 
 
 # Fetching.
@@ -324,7 +323,7 @@ async def test_a_write_or_a_promotion_cancelled_at_any_step_gives_every_lease_ba
             items = filled(arena, range(6))
             try:
                 if verb == "write":
-                    await stack.write(items, lambda position, cause: None)
+                    await stack.write(items, WriteOutcomes(len(items)).add)
                 else:
                     await stack.promote(items, [2] * 6)
             finally:
@@ -486,7 +485,7 @@ async def test_a_closing_cancelled_at_any_step_still_closes_every_tier(arena, st
     stack = stack_of(Watched(log, "a"), gated, Watched(log, "b"))
     await stack.open(arena)
     items = filled(arena, range(4))
-    await stack.write(items, lambda position, cause: None)
+    await stack.write(items, WriteOutcomes(len(items)).add)
     release(buffer for _, buffer in items)
     close = asyncio.ensure_future(stack.aclose(timeout_s=60))
     await turns(1 + steps)
@@ -511,7 +510,7 @@ async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
 
     async with Opened(arena, Stuck(), timeout_s=0.01) as stack:
         items = filled(arena, [0])
-        await stack.write(items, lambda position, cause: None)
+        await stack.write(items, WriteOutcomes(len(items)).add)
         release(buffer for _, buffer in items)
 
         flushed, late = await stack.flush(timeout_s=0.05), stack.late_calls
@@ -551,15 +550,14 @@ async def test_a_promotion_does_not_take_room_that_is_reserved_for_a_store(arena
     gate = GatedTier(DictTier())
     async with Opened(arena, gate, DictTier(), max_bytes=200, chunk_bytes=100) as stack:
         reserved = await stack.reserve_writes([key_of(0), key_of(1)], timeout_s=0)
-        items, outcomes = filled(arena, [0, 1]), []
+        items, outcomes = filled(arena, [0, 1]), WriteOutcomes(2)
         await stack.promote(items[:1], [1])
-        await stack.write(items, lambda position, cause: outcomes.append((position, cause)))
+        await stack.write(items, outcomes.add)
         release([buffer for _, buffer in items] + reserved)
 
         gate.open_gate()
         assert await stack.flush(timeout_s=5)
-        await turns(2)
-        assert sorted(outcomes) == [(0, ""), (1, "")]
+        assert outcomes.causes() == ["", ""]
         assert set(gate.inner.records) == {key_of(0), key_of(1)}
 
 
