@@ -61,9 +61,9 @@ class Connection(ClientConnection, asyncio.Protocol):
         figures: Figures of the tenant in the last answer.
     """
 
-    def __init__(self, where: str, mapping: Mapping) -> None:
+    def __init__(self, where: str, region: Region, anchor: socket.socket) -> None:
         super().__init__(where)
-        self.mapping = mapping
+        self.mapping = Mapping(region, anchor, self.give_back)
         self.figures = Figures()
         self._frames = Frames()
         self._requests: deque[_Request] = deque()
@@ -122,10 +122,6 @@ class Connection(ClientConnection, asyncio.Protocol):
         return self._problem()
 
     # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.mapping.begin(self.give_back)
 
     def data_received(self, data: bytes) -> None:
         self._frames.feed(data)
@@ -270,10 +266,10 @@ class Link:
             anchor = connected.dup()
             undo.callback(anchor.close)
             await _readable(connected)
-            mapping = Mapping(self._receive(connected), anchor)
-            self._mappings = [*(one for one in self._mappings if not one.closed), mapping]
-            undo.callback(mapping.end)
-            connection = Connection(self._where, mapping)
+            connection = Connection(self._where, self._receive(connected), anchor)
+            undo.callback(connection.mapping.end)
+            self._mappings = [one for one in self._mappings if not one.closed]
+            self._mappings.append(connection.mapping)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:

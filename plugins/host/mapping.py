@@ -31,13 +31,16 @@ class Mapping:
         region: The memory. A thread closes it after the last use: unpinning a whole pool takes seconds, and
             must block neither the event loop nor another caller.
         anchor: The duplicate of the socket.
+        give_back: Called on the loop with the numbers of ended leases, until the connection has ended.
     """
 
-    def __init__(self, region: Region, anchor: socket.socket) -> None:
+    def __init__(
+        self, region: Region, anchor: socket.socket, give_back: Callable[[list[int]], None]
+    ) -> None:
         self._region = region
         self._anchor = anchor
         self._loop = asyncio.get_running_loop()
-        self._give_back: Callable[[list[int]], None] | None = None
+        self._give_back = give_back
         # Keeps slabs alive: otherwise only the callback of their own weak reference would refer to them.
         self._slabs: dict[int, Slab] = {}
         self._idle: deque[Slab] = deque()  # without a lease or a view; appended by any thread
@@ -67,14 +70,6 @@ class Mapping:
             await asyncio.wait([self._closed], timeout=UNMAP_S)
         if self.closed:
             self._thread.join()  # its last call is done
-
-    def begin(self, give_back: Callable[[list[int]], None]) -> None:
-        """Start to release leases through the connection.
-
-        Args:
-            give_back: Called on the loop with the numbers of ended leases, while the connection is open.
-        """
-        self._give_back = give_back
 
     def lend(self, grant: Grant) -> Buffer:
         """Return the record as a buffer. The lease is released when no buffer or view refers to the slab."""
@@ -120,7 +115,7 @@ class Mapping:
             self._settle()
             return
         leases = [slab.index for slab in self._take_idle()]
-        if leases and self._give_back is not None:
+        if leases:
             self._give_back(leases)
 
     def _take_idle(self) -> list[Slab]:
