@@ -34,9 +34,7 @@ class Mapping:
         give_back: Called on the loop with the numbers of ended leases, until the connection has ended.
     """
 
-    def __init__(
-        self, region: Region, anchor: socket.socket, give_back: Callable[[list[int]], None]
-    ) -> None:
+    def __init__(self, region: Region, anchor: socket.socket, give_back: Callable[[list[int]], None]) -> None:
         self._region = region
         self._anchor = anchor
         self._loop = asyncio.get_running_loop()

@@ -1,20 +1,28 @@
-"""A connection to a server: commands and replies, records without a copy, and the errors of both."""
+"""Connections to a server: commands and replies, records without a copy, and the errors of both."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
-from typing import cast
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
+from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.valkey.protocol import ErrorReply, ProtocolError, Reader, Replies, Reply
+from lmcache_async.plugins.valkey.config import ValkeyConfig
+from lmcache_async.plugins.valkey.protocol import ErrorReply, ProtocolError, Reader, Replies, Reply, encode
 from lmcache_async.tiers.client import ClientConnection, deadline
 
 SLICE_BYTES = 1 << 20
 """Bytes per transport write. asyncio's transport copies the part that the socket does not accept at once."""
 TLS_SLICE_BYTES = 256 << 10
+_NAME = b"lmcache-async"
+_KEEPALIVE_S = 30
+"""TCP keep-alive: idle seconds before the first probe."""
 
 
 class RefusedLoginError(TierError):
@@ -156,6 +164,204 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def _deadline(self, what: str) -> contextlib.AbstractAsyncContextManager[None]:
         return deadline(self._transfer_timeout_s, self.where, what, "transfer_timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Settings of connections to servers of one kind."""
+
+    config: ValkeyConfig
+    auth: tuple[bytes, ...] = field(repr=False)  # the AUTH command; empty without a password
+    tls: ssl.SSLContext | None  # None for connections without encryption
+    kind: Literal["valkey", "sentinel"] = "valkey"
+
+
+class Node:
+    """Connections to one server, opened on demand and reused.
+
+    `on_failure` is called if the server could not be reached or did not answer.
+    """
+
+    def __init__(self, endpoint: Endpoint, access: Access, on_failure: Callable[[], None]) -> None:
+        config = access.config
+        self.endpoint = endpoint
+        self.where = f"{access.kind} at {endpoint}"
+        self._access = access
+        self._config = config
+        self._on_failure = on_failure
+        # Several Sentinels that hang must not take the time to ask the next one.
+        self._answer_option = "connect_timeout_s" if access.kind == "sentinel" else "lookup_timeout_s"
+        self._pause_s = config.node_pause_s if config.effective_mode == "cluster" else 0.0
+        self._shared: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(config.connections)
+        self._free: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._ended: TierError | None = None  # why there are no connections any more
+        self._failure: tuple[float, str] | None = None  # when, and what
+
+    @property
+    def suspended(self) -> bool:
+        """Whether it failed less than `node_pause_s` seconds ago."""
+        return self._failure is not None and self._now() < self._failure[0] + self._pause_s
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed, and no connection succeeded since."""
+        return self._failure is not None
+
+    async def call(self, message: bytes, count: int) -> list[Reply]:
+        """Send commands on the shared connection and return their replies. If they are late, it is aborted."""
+        line: Connection | None = None
+        option = self._answer_option
+        seconds: float = getattr(self._config, option)
+        try:
+            async with deadline(seconds, self.where, "answer", option):
+                async with self._connecting:
+                    if self._shared is None or not self._shared.usable:
+                        self._shared = await self._connect()
+                    line = self._shared
+                line.check_answers(seconds, option)
+                return await line.call(message, count)
+        except TierUnavailableError as error:
+            if line is not None:
+                line.abort(error)
+            self._note(error)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Reserve a connection for one record. It is closed afterwards if replies are outstanding."""
+        seconds = self._config.transfer_timeout_s
+        async with deadline(seconds, self.where, "free connection", "transfer_timeout_s"):
+            await self._slots.acquire()
+        connection: Connection | None = None
+        try:
+            connection = self._take_free() or await self._connect()
+            yield connection
+        except TierUnavailableError as error:
+            self._note(error)
+            raise
+        finally:
+            self._slots.release()
+            if connection is not None and connection.idle:
+                self._free.append(connection)
+            elif connection is not None:
+                connection.abort()
+
+    def close(self, why: TierError) -> None:
+        """Close all connections. Calls under way and later ones fail with the error."""
+        self._ended = why
+        self._free.clear()
+        for connection in self._all:
+            connection.abort(why)
+
+    async def wait_closed(self) -> None:
+        """Wait until the sockets are closed, after `close`."""
+        for connection in tuple(self._all):
+            await connection.wait_closed()
+
+    def _take_free(self) -> Connection | None:
+        while self._free:
+            connection = self._free.pop()
+            if connection.idle:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> Connection:
+        """Connect and authenticate. No connection is left open if the call is cancelled.
+
+        Raises:
+            TierUnavailableError: The server cannot be reached, is not ready, or failed a moment ago.
+            RefusedLoginError: The server rejects the user, the password or the database.
+            TierError: The certificate is invalid, or the server refuses the connection.
+        """
+        if self.suspended and self._failure is not None:
+            raise TierUnavailableError(
+                f"{self._failure[1]}; it is contacted again after node_pause_s of {self._pause_s} s"
+            )
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended))
+        config = self._config
+        connection = Connection(self.where, config.transfer_timeout_s, copies=self._access.tls is not None)
+        self._all = {one for one in self._all if not one.gone.is_set()}
+        self._all.add(connection)  # before it is open, so that `close` aborts it
+        try:
+            async with deadline(config.connect_timeout_s, self.where, "connection", "connect_timeout_s"):
+                try:
+                    await self._open(connection)
+                except BaseException:
+                    connection.discard()
+                    raise
+                await self._greet(connection)
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, OSError | UnicodeError):
+                raise connect_error(self.where, error) from error
+            raise
+        self._failure = None
+        return connection
+
+    async def _open(self, connection: Connection) -> None:
+        loop, endpoint, tls = asyncio.get_running_loop(), self.endpoint, self._access.tls
+        if endpoint.path:
+            await loop.create_unix_connection(lambda: connection, endpoint.path)
+            return
+        transport, _ = await loop.create_connection(
+            lambda: connection,
+            endpoint.host,
+            endpoint.port,
+            ssl=tls,
+            server_hostname=None if tls is None else endpoint.host,
+        )
+        if (tcp := transport.get_extra_info("socket")) is not None:
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+
+    async def _greet(self, connection: Connection) -> None:
+        """Authenticate, set the name, select the database and check the role in one message.
+
+        Users with few permissions may be refused the name and the role; these refusals are ignored.
+        """
+        config, to_server = self._config, self._access.kind == "valkey"
+        commands = {"auth": self._access.auth, "name": (b"CLIENT", b"SETNAME", _NAME)}
+        if to_server and config.address.database:
+            commands["database"] = (b"SELECT", b"%d" % config.address.database)
+        if to_server and config.effective_mode == "sentinel":
+            commands["role"] = (b"ROLE",)
+        asked = {name: command for name, command in commands.items() if command}
+        replies = await connection.call(b"".join(encode(*command) for command in asked.values()), len(asked))
+        for name, reply in zip(asked, replies, strict=True):
+            if isinstance(reply, ErrorReply):
+                self._check_refusal(name, reply)
+            elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
+                raise TierUnavailableError(
+                    f"{self.where} is not a master any more; the master is requested from Sentinel again"
+                )
+
+    def _check_refusal(self, name: str, reply: ErrorReply) -> None:
+        """Raise the error of a refused command of the greeting, if it matters."""
+        is_full = "max number of clients" in reply.text
+        if name == "auth" or reply.code in {"NOAUTH", "WRONGPASS"}:
+            if reply.code in {"LOADING", "BUSY"} or is_full:
+                raise TierUnavailableError(f"{self.where} is not ready: {reply.code}")
+            # For AUTH only the code: a server that does not know the command repeats its arguments.
+            known = ErrorReply(reply.code, reply.code) if name == "auth" else reply
+            raise RefusedLoginError(str(refusal(self.where, known)))
+        if name == "database" and reply.code == "ERR" and not is_full:
+            raise RefusedLoginError(f"{refusal(self.where, reply)}; check the number of the database in url")
+        if reply.code not in {"NOPERM", "ERR"} or name == "database" or is_full:
+            raise refusal(self.where, reply)
+
+    def _note(self, error: TierError) -> None:
+        if not self.suspended:
+            self._failure = (self._now(), str(error))
+        self._on_failure()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
 
 _LATER = frozenset(

@@ -16,8 +16,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
-from lmcache_async.plugins.valkey.connection import Connection, RefusedLoginError
-from lmcache_async.plugins.valkey.node import Access, Node
+from lmcache_async.plugins.valkey.connection import Access, Connection, Node, RefusedLoginError
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_around
 from lmcache_async.plugins.valkey.topology import Topology, make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
-from lmcache_async.plugins.valkey.connection import Connection, RefusedLoginError, refusal
-from lmcache_async.plugins.valkey.node import Access, Node
+from lmcache_async.plugins.valkey.connection import Access, Connection, Node, RefusedLoginError, refusal
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_each
 from lmcache_async.tiers.client import deadline
 from lmcache_async.types import KEY_BYTES, ChunkKey

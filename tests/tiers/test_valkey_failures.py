@@ -23,7 +23,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.node import Access, Node
+from lmcache_async.plugins.valkey.connection import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
