@@ -65,7 +65,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 def make_cache(mib: int, count: int) -> PromptCache:
     """A cache whose prompt has `count` records with payloads of `mib` MiB."""
     # K and V of 8 heads of 128 elements in bfloat16 are 4 KiB per token: 1 MiB per layer of a chunk.
-    return PromptCache.of(CacheForm(count * CHUNK_TOKENS, layers=mib, heads=8, head_dim=128))
+    return PromptCache(CacheForm(count * CHUNK_TOKENS, layers=mib, heads=8, head_dim=128))
 
 
 def open_disk(

@@ -66,69 +66,40 @@ class Settings(CacheForm):
 QUICK = {"tokens": 512, "layers": 2}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PromptCache:
-    """A paged cache in bfloat16, `[block][head][token][K and V]`, filled by one prompt in random order of blocks."""
+    """A paged cache in bfloat16, `[block][head][token][K and V]`, filled by one prompt in random order of blocks.
 
-    form: CacheForm
-    tensors: list[torch.Tensor]
-    layout: KVLayout
-    tokens: npt.NDArray[np.int32]
-    blocks: npt.NDArray[np.int64]
+    Attributes:
+        nbytes: Bytes of the KV of the prompt.
+        slab_bytes: Bytes of a record, rounded up to whole pages.
+        arena_bytes: Size of an arena for all records of the prompt.
+    """
 
-    @classmethod
-    def of(cls, form: CacheForm) -> PromptCache:
-        """Make the cache."""
+    def __init__(self, form: CacheForm) -> None:
         if form.tokens % form.chunk_size or form.chunk_size % form.block_size:
             raise ConfigError(
                 f"{form.tokens} tokens in chunks of {form.chunk_size} in blocks of {form.block_size}: "
                 "each must be a multiple of the next"
             )
         check_memory(form.nbytes)
+        self.form = form
         count = form.tokens // form.block_size
         shape = (count, form.heads, form.block_size, 2 * form.head_dim)
-        tensors = [torch.full(shape, layer + 1.0, dtype=torch.bfloat16) for layer in range(form.layers)]
-        layout = KVLayout.from_block_views(tensors, num_blocks=count, block_size=form.block_size)
+        self.tensors = [torch.full(shape, layer + 1.0, dtype=torch.bfloat16) for layer in range(form.layers)]
+        self.layout = KVLayout.from_block_views(self.tensors, num_blocks=count, block_size=form.block_size)
         random = np.random.default_rng(0)
-        tokens = random.integers(1000, 128000, form.tokens, np.int32)
-        return cls(form, tensors, layout, tokens, random.permutation(count))
-
-    @property
-    def num_chunks(self) -> int:
-        return self.form.tokens // self.form.chunk_size
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.payload_bytes(len(self.blocks))
-
-    @property
-    def namespace(self) -> Namespace:
-        return Namespace(
-            model="benchmark",
-            weights="none",
-            dtype=self.layout.dtype,
-            layout=self.layout.text,
-            chunk_size=self.form.chunk_size,
+        self.tokens = random.integers(1000, 128000, form.tokens, np.int32)
+        self.blocks = random.permutation(count)
+        dtype, layout = self.layout.dtype, self.layout.text
+        self.namespace = Namespace(
+            model="benchmark", weights="none", dtype=dtype, layout=layout, chunk_size=form.chunk_size
         )
-
-    @property
-    def record_format(self) -> RecordFormat:
-        return RecordFormat(self.namespace.text, self.layout.text, self.layout.dtype, self.form.chunk_size)
-
-    @property
-    def record_bytes(self) -> int:
-        rows = self.form.chunk_size // self.form.block_size
-        return self.record_format.record_bytes(self.layout.payload_bytes(rows))
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of a record, rounded up to whole pages."""
-        return pages(self.record_bytes)
-
-    @property
-    def arena_bytes(self) -> int:
-        """Size of an arena for all records of the prompt."""
-        return self.slab_bytes * self.num_chunks
+        self.record_format = RecordFormat(self.namespace.text, layout, dtype, form.chunk_size)
+        self.num_chunks = form.tokens // form.chunk_size
+        self.nbytes = self.layout.payload_bytes(count)
+        self.record_bytes = self.record_format.record_bytes(self.nbytes // self.num_chunks)
+        self.slab_bytes = pages(self.record_bytes)
+        self.arena_bytes = self.slab_bytes * self.num_chunks
 
     def open(self, **settings: Any) -> contextlib.AbstractAsyncContextManager[CacheEngine]:
         """Open an engine for this prompt, by default with the memory tier alone."""
@@ -149,7 +120,6 @@ class PromptCache:
             await self.store(engine, flush_s=flush_s)
 
     async def retrieve(self, engine: CacheEngine) -> None:
-        """Retrieve the whole prompt."""
         mask = await engine.retrieve(self.tokens, self.blocks)
         if not bool(mask.all()):
             raise TierError(f"{int(mask.sum())} of {len(mask)} tokens came back: {engine.statistics()}")
@@ -176,7 +146,7 @@ class PromptCache:
 
 async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
     check_memory(3 * settings.nbytes)  # the cache, the engine's records, and those of the limits
-    cache = PromptCache.of(settings)
+    cache = PromptCache(settings)
     region = Region(
         cache.arena_bytes,
         grain_bytes=cache.slab_bytes,

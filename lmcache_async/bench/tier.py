@@ -211,7 +211,9 @@ def cases(
         buffers = await get_all(records, tier)
         seconds = time.perf_counter() - start
         if own_memory:
-            seconds += records.nbytes / records.copy(buffers, threads) / 1e9  # without the start of the threads
+            seconds += (
+                records.nbytes / records.copy(buffers, threads) / 1e9
+            )  # without the start of the threads
         records.check(buffers, first=0)
         return records.nbytes / seconds / 1e9
 

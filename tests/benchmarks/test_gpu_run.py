@@ -207,7 +207,7 @@ def test_nothing_that_runs_on_a_gpu_machine_needs_packages_that_it_lacks(tmp_pat
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import tools.gpu.measurements, tools.gpu.command\n"
         "from lmcache_async.bench.memory import PromptCache, Settings\n"
-        "PromptCache.of(Settings(tokens=256, layers=1, heads=1))\n"
+        "PromptCache(Settings(tokens=256, layers=1, heads=1))\n"
         f"for name in {command.gpu_tests()!r}:\n"
         f"    runpy.run_path({str(ROOT)!r} + '/' + name)\n"
         "print('imported', sys.version_info[:2])\n"

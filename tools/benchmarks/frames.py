@@ -98,7 +98,7 @@ async def depth_of(verb: str, directory: Path) -> Depth:
         verb: `store` or `retrieve` of the engine, or `load`: a retrieve that the vLLM connector starts.
         directory: Directory for the records.
     """
-    cache = PromptCache.of(CacheForm(256))
+    cache = PromptCache(CacheForm(256))
     tiers = ["cpu", {"name": "disk", "path": str(directory), "max_bytes": "1GiB"}]
     async with cache.open(tiers=tiers) as engine:
         call: Callable[[], Awaitable[object]] = lambda: cache.store(engine)

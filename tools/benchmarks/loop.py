@@ -138,7 +138,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
         cases, counted = [], []
         sizes = [(chunks, settings.batch) for chunks in settings.chunks]
         for chunks, batch in [*sizes, (settings.single, 1)]:
-            batches = Batches(PromptCache.of(CacheForm(chunks * CHUNK_TOKENS)), batch)
+            batches = Batches(PromptCache(CacheForm(chunks * CHUNK_TOKENS)), batch)
             engine = await stack.enter_async_context(batches.open())
             cases += _times(batches, engine, limits)
             counted += _counts(batches)

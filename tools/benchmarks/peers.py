@@ -303,13 +303,13 @@ async def hashing(work: Workload) -> AsyncIterator[dict[str, Seconds]]:
 
 
 async def copying(work: Workload) -> AsyncIterator[dict[str, Seconds]]:
-    cache = PromptCache.of(work.form)
+    cache = PromptCache(work.form)
     async with cache.open(copy_threads=1) as engine:
         yield _moves(cache, engine, STORE, RETRIEVE)
 
 
 async def bookkeeping(work: Workload) -> AsyncIterator[dict[str, Seconds]]:
-    cache = PromptCache.of(work.small)
+    cache = PromptCache(work.small)
     # Lookups may pin a quarter of the arena. Like those of peers, they must pin the whole prompt.
     async with Batches(cache, _BATCH).open(**{"arena.max_bytes": 4 * cache.arena_bytes}) as engine:
         yield {

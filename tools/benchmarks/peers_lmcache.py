@@ -74,7 +74,7 @@ class Engine:
     """One engine over a cache in host memory, with a prompt that fills it."""
 
     def __init__(self, form: CacheForm, *, copies: bool = True) -> None:
-        self._cache = PromptCache.of(form)
+        self._cache = PromptCache(form)
         metadata = _metadata(form)
         connector = RowConnector(self._cache) if copies else MockGPUConnector(metadata.kv_shape)
         config = LMCacheEngineConfig.from_defaults(
