@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device import open_copiers
@@ -211,24 +211,17 @@ def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
         )
 
 
-def store_stages(config: EngineConfig) -> tuple[str, ...]:
-    """The stages of the store chain, with `encrypt` if encryption is enabled."""
-    return _with("encrypt", "write", config.store.stages, "store.stages", config)
-
-
-def retrieve_stages(config: EngineConfig) -> tuple[str, ...]:
-    """The stages of the retrieve chain, with `decrypt` if encryption is enabled."""
-    return _with("decrypt", "verify", config.retrieve.stages, "retrieve.stages", config)
-
-
-def _with(
-    stage: str, before: str, stages: tuple[str, ...], where: str, config: EngineConfig
-) -> tuple[str, ...]:
+def chain_stages(config: EngineConfig, chain: Literal["store", "retrieve"]) -> tuple[str, ...]:
+    """The stages of a chain, with `encrypt` or `decrypt` if encryption is enabled."""
+    if chain == "store":
+        stages, stage, before = config.store.stages, "encrypt", "write"
+    else:
+        stages, stage, before = config.retrieve.stages, "decrypt", "verify"
     if not config.encryption.enabled or stage in stages:
         return stages
     if before not in stages:
         raise ConfigError(
-            f"{where}: encryption is enabled, but the stages contain neither {stage!r} nor {before!r}"
+            f"{chain}.stages: encryption is enabled, but the stages contain neither {stage!r} nor {before!r}"
         )
     place = stages.index(before)
     return (*stages[:place], stage, *stages[place:])
@@ -259,7 +252,7 @@ class _RunnerMaker:
         self._retrieve_batch_bytes = min(config.retrieve.batch_bytes, self._retrieve_budget.max_bytes)
 
     def store(self, resources: Mapping[str, Any]) -> Runner[BatchStored]:
-        chain = self._chain(store_stages(self._config), resources)
+        chain = self._chain(chain_stages(self._config, "store"), resources)
         chain.check_ends(StoreRequest, BatchStored)
         return Runner(
             chain=chain,
@@ -272,7 +265,7 @@ class _RunnerMaker:
 
     def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
         """The retrieve chain, and the same without its last stage."""
-        chain = self._chain(retrieve_stages(self._config), resources)
+        chain = self._chain(chain_stages(self._config, "retrieve"), resources)
         chain.check_ends(RetrieveRequest, RetrieveReport)
         make = partial(
             Runner[Any],

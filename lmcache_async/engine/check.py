@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from lmcache_async.config import EngineConfig, LoadedConfig, survey_config
 from lmcache_async.config.validation import KeyPath, placed_lines
-from lmcache_async.engine.builder import default_logger, retrieve_stages, store_stages
+from lmcache_async.engine.builder import chain_stages, default_logger
 from lmcache_async.engine.tiers import configured_tiers
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.endpoint import check_endpoint
@@ -58,19 +58,20 @@ def problems(
     at = partial(_collected, of_tiers)
     for _ in configured_tiers(registry, config, default_logger(), EngineMetrics(), at=at):
         pass
-    for where, names_of, takes, gives in (
-        ("store.stages", store_stages, StoreRequest, BatchStored),
-        ("retrieve.stages", retrieve_stages, RetrieveRequest, RetrieveReport),
-    ):
-        with _collected(rest, where):
-            names = names_of(config)
+    chains: dict[Literal["store", "retrieve"], tuple[type, type]] = {
+        "store": (StoreRequest, BatchStored),
+        "retrieve": (RetrieveRequest, RetrieveReport),
+    }
+    for chain, ends in chains.items():
+        with _collected(rest, where := f"{chain}.stages"):
+            names = chain_stages(config, chain)
             stages: list[StageInfo] = []
             for name in names:
                 with _collected(rest, where):
                     stage = registry.load(STAGES, name, third_party=third_party)
                     stages.append(describe(name, cast("Stage[Any, Any]", stage)))
             if len(stages) == len(names):
-                Chain(stages).check_ends(takes, gives)
+                Chain(stages).check_ends(*ends)
     for read in (config.read_hash_key, config.encryption.read_keys):
         with _collected(rest, ""):
             read()

@@ -21,10 +21,11 @@ from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, MemoryLookups, Pins
 from lmcache_async.engine.metrics import EngineStatistics
-from lmcache_async.engine.status import EngineSource, status_page
+from lmcache_async.engine.status import EngineSource
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.metrics.tracing import TracingInstrument
@@ -146,8 +147,12 @@ class CacheEngine:
             parts.free()
             raise
         try:
-            source = EngineSource(config, namespace, engine.metrics, engine.statistics)
-            async with status_page(source, config.http, namespace, replica=replica) as engine.status_url:
+            async with contextlib.AsyncExitStack() as page:
+                if config.http.listen is not None:
+                    source = EngineSource(config, namespace, engine.metrics, engine.statistics)
+                    number = replica * namespace.world_size + namespace.rank
+                    server = await page.enter_async_context(status_server(source, config.http, rank=number))
+                    engine.status_url = server.url
                 yield engine
         finally:
             await engine._aclose()

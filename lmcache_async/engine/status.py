@@ -1,17 +1,15 @@
-"""The status page of an engine: its data source and its server."""
+"""Data of an engine for its status page."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmcache_async.config import EngineConfig, HTTPConfig
+from lmcache_async.config import EngineConfig
 from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.hashing import Namespace
 from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, page_head, rates, shares
-from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.tiers.middleware.base import LayerStatistics
@@ -20,24 +18,6 @@ from lmcache_async.tiers.middleware.breaker import BreakerStatistics
 _WINDOW = 10
 """Samples over which a share is averaged, because a request may be planned in one and loaded in another."""
 _LOCAL = "vLLM itself"
-
-
-@contextlib.asynccontextmanager
-async def status_page(
-    source: EngineSource, config: HTTPConfig, namespace: Namespace, *, replica: int
-) -> AsyncIterator[str | None]:
-    """Serve the status page during the block, if `config.listen` is set, and give its URL.
-
-    Raises:
-        ConfigError: The configured address or file cannot be used.
-        MissingDependencyError: aiohttp is not installed.
-    """
-    if config.listen is None:
-        yield None
-        return
-    number = replica * namespace.world_size + namespace.rank
-    async with status_server(source, config, rank=number) as server:
-        yield server.url
 
 
 class EngineSource:

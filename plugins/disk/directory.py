@@ -82,7 +82,8 @@ class RecordDirectory:
             TierUnavailableError: Another process has locked it.
         """
         self.prepare()
-        _close_in_children(self)
+        close = weakref.WeakMethod(self._close_in_child)  # the callback is never removed
+        os.register_at_fork(after_in_child=lambda: (method := close()) and method())
         for name, _ in list(self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME)):
             os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
         return list(self.scan())
@@ -152,7 +153,7 @@ class RecordDirectory:
                 os.close(descriptor)
         self._fd = self._lock = -1
 
-    def close_in_child(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the descriptors of a forked child. The parent keeps its locks."""
         if self._fd >= 0:
             os.close(self._lock)
@@ -313,14 +314,3 @@ def _make_private(path: Path) -> None:
         path = path.parent
     for directory in reversed(missing):
         directory.mkdir(mode=0o700, exist_ok=True)
-
-
-def _close_in_children(directory: RecordDirectory) -> None:
-    """Close the directory in forked children. The callback is never removed, so it holds a weak reference."""
-    reference = weakref.ref(directory)
-
-    def close() -> None:
-        if (opened := reference()) is not None:
-            opened.close_in_child()
-
-    os.register_at_fork(after_in_child=close)

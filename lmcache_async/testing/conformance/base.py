@@ -116,7 +116,10 @@ class TierRig:
     async def check_leases(self) -> None:
         """Wait until only the chunks of a tier in the arena are leased. Fail after DEADLINE_S."""
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
-        while (leased := self.arena.statistics().leased_slabs) != (kept := self._kept_in_arena()):
+        in_arena = self.tier.capabilities.in_arena
+        while (leased := self.arena.statistics().leased_slabs) != (
+            kept := self.statistics.chunks if in_arena else 0
+        ):
             assert asyncio.get_running_loop().time() < deadline, (
                 f"{leased} slabs of the arena are leased, but the tier keeps {kept} chunks there: a lease was not released"
             )
@@ -131,9 +134,6 @@ class TierRig:
                 buffer.view[:] = b"\xee" * buffer.nbytes
                 buffers.append(buffer)
         release_all(buffers)
-
-    def _kept_in_arena(self) -> int:
-        return self.statistics.chunks if self.tier.capabilities.in_arena else 0
 
 
 @contextlib.asynccontextmanager
