@@ -100,11 +100,10 @@ class Runner(Generic[Out]):
                                 await self.admit(batch, run.num_chunks, deadline - loop.time())
                             if nbytes and not self.budget.reserve_nowait(nbytes):
                                 await self.budget.reserve(nbytes, timeout_s=deadline - loop.time())
-                        except BudgetExceededError:
+                        except BaseException as error:
                             batch.scope.close()
-                            break
-                        except BaseException:
-                            batch.scope.close()
+                            if isinstance(error, BudgetExceededError):
+                                break
                             raise
                         if run.ended:
                             batch.scope.close()
@@ -221,23 +220,18 @@ class _Run(Generic[Out]):
         self.tasks: list[asyncio.Task[None]] = []
         self.ended = False
         self.writing: set[int] = set()
-        self._done = [False] * count
-        self._turns: dict[int, asyncio.Future[None]] = {}  # by the batch that is waited for
+        self._done = [asyncio.get_running_loop().create_future() for _ in batches]  # of each batch
         self._last = count
 
     async def turn(self, index: int) -> bool:
         """Wait for the batch before. Return False if the run ended before this batch."""
-        if not self._done[index - 1]:
-            turn = self._turns[index - 1] = asyncio.get_running_loop().create_future()
-            await turn
+        await self._done[index - 1]
         return index <= self._last
 
     def note_done(self, index: int) -> None:
         """Let the batch after `index` continue."""
-        self._done[index] = True
-        turn = self._turns.pop(index, None)
-        if turn is not None and not turn.done():
-            turn.set_result(None)
+        if not self._done[index].done():  # the batch that waited for it was cancelled
+            self._done[index].set_result(None)
 
     def end_reading(self, index: int) -> None:
         """Note that a batch does not read device memory any more; call back after the last one."""
