@@ -71,11 +71,7 @@ async def check_quiet(engine: CacheEngine) -> None:
         gc.collect()  # the traceback of a cancelled call may refer to its buffers' arrays
         statistics = engine.statistics()
     assert (statistics.running, statistics.late_calls) == (0, 0)
-    kept = sum(
-        stacked.tier.statistics().chunks
-        for stacked in engine._parts.stack.tiers
-        if stacked.tier.capabilities.in_arena
-    )
+    kept = sum(statistics.tiers[tier].chunks for tier in statistics.in_arena)
     leased = statistics.arena.leased_slabs
     assert kept <= leased <= kept + statistics.pinned_chunks, f"{leased} leases, {kept} chunks"
     for name, writer in statistics.writers.items():
