@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import pytest
 import pytest_asyncio
 
 from lmcache_async.errors import TierFullError
@@ -44,13 +45,19 @@ class CapacityCases(LimitedCases):
         else:
             assert limited.statistics.max_bytes is not None, "statistics() of a limited tier has no max_bytes"
 
+    @pytest.mark.parametrize(
+        ("count", "length"),
+        [(3 * ROOM, lambda _: MAX_PAYLOAD_BYTES), (200, lambda number: number % 300)],
+        ids=["full slabs", "small records"],
+    )
     async def test_a_full_tier_stays_within_its_limit_and_returns_its_chunks(
-        self, limited: TierRig | None
+        self, limited: TierRig | None, count: int, length: Callable[[int], int]
     ) -> None:
         if limited is None:
             return
+        limited.length = length
         taken = 0
-        for number in range(3 * ROOM):
+        for number in range(count):
             try:
                 await limited.put(number)
             except TierFullError:
@@ -58,24 +65,13 @@ class CapacityCases(LimitedCases):
             taken += 1
             assert _bytes_within_limit(limited) > 0
             assert await limited.holds(number), "put has ended, but the chunk is not stored"
-        held = await limited.stored(range(3 * ROOM))
+        held = await limited.stored(range(count))
 
-        assert 0 < len(held) <= ROOM, f"{len(held)} records are stored; the limit is {ROOM}"
+        assert held, "all records are lost"
+        nbytes = sum(map(length, held))
+        assert nbytes <= ROOM * SLAB_BYTES, f"{nbytes} bytes are stored; the limit is {ROOM * SLAB_BYTES}"
         gone, evictions = taken - len(held), limited.statistics.evictions
         assert gone == evictions, f"{gone} records are gone, but {evictions} evictions are counted"
-        assert await limited.holds(*held)
-
-    async def test_small_records_count_against_the_limit(self, limited: TierRig | None) -> None:
-        if limited is None:
-            return
-        limited.length = lambda number: number % 300
-        for number in range(200):
-            [answer] = await limited.put_many([number])
-            assert answer is None or isinstance(answer, TierFullError)
-            _bytes_within_limit(limited)
-        held = await limited.stored(range(200))
-
-        assert held
         assert await limited.holds(*held)
 
     async def test_concurrent_puts_stay_within_the_limit(self, limited: TierRig | None) -> None:
