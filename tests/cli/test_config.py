@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from lmcache_async.cli.config import check_file
 from lmcache_async.config import EngineConfig
 from lmcache_async.daemon.config import load_daemon_config
-from lmcache_async.registry import Registry
-from tests.fuzz.test_config import names, values
 
 FILE = """\
 chunk_size: 128
@@ -189,29 +184,6 @@ def test_an_extra_config_that_is_not_a_json_mapping_is_refused(invoke, file, ext
 
         assert result.exit_code == 2
         assert result.stderr.startswith(told)
-
-
-plugins = st.sampled_from(["cpu", "disk", "s3", "valkey", "host", "mooncake", "retry", "limit", "hash"])
-options = st.dictionaries(st.sampled_from(["path", "url", "max_bytes", "layers", "id"]), values | plugins)
-tier = st.builds(lambda name, given: {**given, "name": name}, plugins, options)
-tiers = st.lists(tier | plugins, max_size=3)
-documents = st.dictionaries(names | st.text(max_size=6), values, max_size=4) | st.fixed_dictionaries(
-    {"tiers": tiers}
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
-@given(documents)
-def test_every_problem_of_any_file_is_one_printable_line(tmp_path, document):
-    file = tmp_path / "kv.yaml"
-    file.write_text(json.dumps(document))  # JSON is YAML
-
-    problems, notes = check_file(file, registry=_REGISTRY)
-
-    assert all(line and line.isprintable() for line in (*problems, *notes))
-
-
-_REGISTRY = Registry()
 
 
 @pytest.mark.parametrize("password", ["plain", "with/slash", "with@sign", "with?mark"])

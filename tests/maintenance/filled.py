@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from lmcache_async.cli.app import app
 from lmcache_async.errors import TierError
+from lmcache_async.hashing import RequestNamespace
 from lmcache_async.maintenance.stores import TierStore
-from lmcache_async.memory.header import peek_sizes, read_header
+from lmcache_async.memory.header import RecordHeader, peek_sizes, read_header
 from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
@@ -36,30 +37,39 @@ def rig_of(model: str = "model-a", **options: object) -> Rig:
     return Rig(**{"slabs": 64, "blocks": 64, "model": model, **options})
 
 
-async def store(rig: Rig, root: Path, *prompts: Sequence[int], **config: object) -> None:
-    """Fill the directory with the records of these prompts."""
+def open_on(root: Path | None, rig: Rig, config: dict[str, Any]) -> Any:
+    """Open an engine whose only tier is the directory, unless the config has other tiers."""
     tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
-    async with rig.open(**{"tiers": tiers, **config}) as engine:
-        for tokens in prompts:
-            await engines.store(rig, engine, tokens)
+    return rig.open(**{"tiers": tiers, **config})
 
 
-async def hits(rig: Rig, root: Path | None, tokens: Sequence[int], **config: object) -> int:
-    """Return the number of tokens that an engine loads from the directory; their content is compared bit by bit."""
-    tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
-    async with rig.open(**{"tiers": tiers, **config}) as engine:
-        return await engines.hits(rig, engine, tokens)
-
-
-def filled(root: Path, *prompts: Sequence[int], rig: Rig | None = None, **config: object) -> Rig:
-    """Fill a directory from a test without a running loop."""
+def filled(
+    root: Path,
+    *prompts: Sequence[int],
+    rig: Rig | None = None,
+    cache_salt: str = "",
+    **config: object,
+) -> Rig:
+    """Fill a directory with the records of these prompts, from a test without a running loop."""
     rig = rig or rig_of()
-    uvloop.run(store(rig, root, *(prompts or (TOKENS,)), **config))
+
+    async def fill() -> None:
+        async with open_on(root, rig, config) as engine:
+            for tokens in prompts or (TOKENS,):
+                await engines.store(rig, engine, tokens, namespace=RequestNamespace(cache_salt=cache_salt))
+
+    uvloop.run(fill())
     return rig
 
 
-def loaded(rig: Rig, root: Path, tokens: Sequence[int] = TOKENS, **config: object) -> int:
-    return uvloop.run(hits(rig, root, tokens, **config))
+def loaded(rig: Rig, root: Path | None, tokens: Sequence[int] = TOKENS, **config: object) -> int:
+    """Return the number of tokens that an engine loads from the directory; their content is compared bit by bit."""
+
+    async def load() -> int:
+        async with open_on(root, rig, config) as engine:
+            return await engines.hits(rig, engine, tokens)
+
+    return uvloop.run(load())
 
 
 def record_files(root: Path) -> list[Path]:
@@ -87,24 +97,28 @@ def damage(path: Path, at: int = 4200) -> None:
     os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def plant(root: Path, namespace: str, extra: str = "", number: int = 0) -> Path:
+def plant(root: Path, namespace: str, number: int) -> Path:
     """Write a valid record with this number as its key and this namespace next to another one."""
-    newest = record_files(root)[0]
-    header = read_header(memoryview(newest.read_bytes()))
+    header = read_header(memoryview(record_files(root)[0].read_bytes()))
+    key = ChunkKey(number.to_bytes(16, "big"))
+    path = root / key.hex()[:2] / key.hex()
+    path.parent.mkdir(exist_ok=True)
+    return rewrite(path, header, namespace, Chunk(key, 0, header.tokens))
+
+
+def rewrite(path: Path, header: RecordHeader, namespace: str, chunk: Chunk) -> Path:
+    """Write a valid record of this chunk, in the form of another one."""
     made = RecordFormat(namespace=namespace, layout=header.layout, dtype=header.dtype, chunk_size=8)
     record_bytes = made.record_bytes(header.payload_bytes)
     data = bytearray(-(-record_bytes // 4096) * 4096)
-    key = ChunkKey(number.to_bytes(16, "big"))
     seal(
         memoryview(data)[:record_bytes],
         format=made,
-        chunk=Chunk(key, 0, header.tokens, extra),
+        chunk=chunk,
         request_namespace="",
         shape=header.shape,
         payload_bytes=header.payload_bytes,
     )
-    path = root / key.hex()[:2] / key.hex()
-    path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     return path
 

@@ -6,10 +6,7 @@ import json
 import time
 
 import pytest
-import torch
-import uvloop
 
-from lmcache_async.hashing import RequestNamespace
 from lmcache_async.maintenance.namespaces import namespace_id
 from tests.maintenance.filled import (
     TOKENS,
@@ -161,7 +158,7 @@ NO_ENGINE_MAKES = [
 
 
 def test_foreign_namespaces_do_not_stop_a_command(root, tmp_path):
-    planted = [plant(root, text, number=number) for number, text in enumerate(NO_ENGINE_MAKES)]
+    planted = [plant(root, text, number) for number, text in enumerate(NO_ENGINE_MAKES)]
     records = 8 + len(planted)
     there = tmp_path / "there"
     config, prompts = tmp_path / "config.yaml", tmp_path / "prompts.jsonl"
@@ -185,8 +182,8 @@ def test_foreign_namespaces_do_not_stop_a_command(root, tmp_path):
 def test_the_table_names_the_labels_that_separate_requests(tmp_path):
     filled(tmp_path / "plain")
     rig = filled(tmp_path / "labelled")
-    salts = [RequestNamespace(cache_salt=f"salt-{number}") for number in range(2)]
-    uvloop.run(store_for(rig, tmp_path / "labelled", *salts))
+    for number in range(2):
+        filled(tmp_path / "labelled", rig=rig, cache_salt=f"salt-{number}")
 
     head, row = (invoke("inspect", tmp_path / "labelled").stdout.splitlines()[index] for index in (1, 2))
     [plain] = told("inspect", tmp_path / "plain")["namespaces"]
@@ -198,11 +195,3 @@ def test_the_table_names_the_labels_that_separate_requests(tmp_path):
     assert labelled["request_namespaces"] == 3
     assert "salt-" not in str(labelled)
     assert invoke("inspect", tmp_path / "plain").stdout.splitlines()[2].split()[-5] == "-"
-
-
-async def store_for(rig, root, *namespaces):
-    tiers = [{"name": "disk", "path": str(root), "max_bytes": "64MiB"}]
-    async with rig.open(tiers=tiers) as engine:
-        for namespace in namespaces:
-            await engine.store(TOKENS, torch.arange(len(TOKENS)), namespace=namespace)
-        assert await engine.flush(timeout_s=30)

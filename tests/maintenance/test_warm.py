@@ -18,7 +18,6 @@ from lmcache_async.maintenance.concurrency import no_progress
 from lmcache_async.maintenance.prompts import read_prompts
 from lmcache_async.maintenance.server import warm_server
 from lmcache_async.memory.header import read_header
-from lmcache_async.memory.record import RecordFormat, seal
 from lmcache_async.types import Chunk
 from tests.maintenance.filled import (
     TOKENS,
@@ -28,6 +27,7 @@ from tests.maintenance.filled import (
     key_file,
     loaded,
     record_files,
+    rewrite,
     rig_of,
     told,
 )
@@ -118,18 +118,8 @@ def test_the_pool_of_a_host_is_warmed_from_a_valkey_server(root, tmp_path, valke
 def test_a_damaged_record_and_one_with_other_tokens_are_not_copied(config, root, tmp_path, upper):
     _, path, wrong, *_ = record_files(root)
     damage(wrong)
-    data = bytearray(path.read_bytes())
-    header = read_header(memoryview(data))
-    made = RecordFormat(namespace=header.namespace, layout=header.layout, dtype=header.dtype, chunk_size=8)
-    seal(
-        memoryview(data),
-        format=made,
-        chunk=Chunk(header.key, 8, header.tokens + 1),
-        request_namespace="",
-        shape=header.shape,
-        payload_bytes=header.payload_bytes,
-    )
-    path.write_bytes(data)
+    header = read_header(memoryview(path.read_bytes()))
+    rewrite(path, header, header.namespace, Chunk(header.key, 8, header.tokens + 1))
 
     done = told("warm", "--config", config, "--prompts", prompts_of(tmp_path, TOKENS), code=1)
 
@@ -217,44 +207,38 @@ def test_prompts_in_every_form(tmp_path):
 
 
 ODD_ANSWERS = ("[]", '{"usage": [1]}', '{"usage": {"prompt_tokens": "9", "prompt_tokens_details": 3}}')
+REFUSALS = {"too long": '{"message": "the prompt is too long"}', "nested": "[" * 100_000}
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
     """A server with the routes of vLLM: models, and completions with usage."""
 
     def do_GET(self):
-        self._say(200, {"data": [{"id": "the-model"}]})
+        self._say(200, '{"data": [{"id": "the-model"}]}')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, self.headers.get("Authorization"), body))
-        if body["prompt"] == "wait":
+        prompt = body["prompt"]
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 2}}
+        if prompt == "wait":
             self.server.waiting.set()
             self.server.go_on.wait(60)
-            return
-        if body["prompt"] == "nested":
-            self._send(400, b"[" * 100_000)
-            return
-        if body["prompt"] == "too long":
-            self._say(400, {"message": "the prompt is too long"})
-            return
-        if body["prompt"] in ODD_ANSWERS:
-            self._say(200, json.loads(body["prompt"]))
-            return
-        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": 2}}
-        self._say(200, {"usage": usage})
+        elif prompt in ODD_ANSWERS:
+            self._say(200, prompt)
+        elif isinstance(prompt, str) and prompt in REFUSALS:
+            self._say(400, REFUSALS[prompt])
+        else:
+            self._say(200, json.dumps({"usage": usage}))
 
     def log_message(self, *_):
         pass
 
-    def _say(self, status, answer):
-        self._send(status, json.dumps(answer).encode())
-
-    def _send(self, status, data):
+    def _say(self, status, text):
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(text.encode())
 
 
 @pytest.fixture
