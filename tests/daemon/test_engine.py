@@ -56,23 +56,6 @@ async def test_a_cpu_tier_before_the_pool_gets_copies(daemon: ThreadedDaemon) ->
     assert await hits(times=2, tiers=["cpu", host(daemon)]) == len(TOKENS)
 
 
-async def test_a_damaged_record_is_a_miss_for_all_from_then_on(daemon: ThreadedDaemon) -> None:
-    config = {"tiers": [host(daemon)]}
-    assert await stored(**config) == 5
-    keys = daemon.call(lambda: daemon.pool.keys("default"))
-    for key in keys:
-        daemon.edit("default", key, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
-
-    assert await hits(**config) == 0
-    assert len(daemon.call(lambda: daemon.pool.keys("default"))) < len(keys)
-
-
-async def test_an_engine_without_its_daemon_runs_on_misses(tmp_path: Path) -> None:
-    config = {"tiers": [{"name": "host", "socket": str(tmp_path / "none"), "connect_timeout_s": 0.1}]}
-    assert await stored(**config) == 0
-    assert await hits(**config) == 0
-
-
 async def test_each_rank_reports_the_pool_and_none_counts_it(daemon: ThreadedDaemon) -> None:
     rig = Rig()
     async with rig.open(tiers=["cpu", host(daemon)]) as engine:

@@ -40,19 +40,6 @@ def held(pool: Pool, tenant: str = "t") -> list[int]:
     return sorted(int.from_bytes(key, "big") for key in pool.keys(tenant))
 
 
-def test_the_least_recently_used_go_first() -> None:
-    pool = pool_of(8)
-    put(pool, range(8))
-    block = pool.lease("t", key_of(0))
-    assert block is not None
-    pool.release(block)
-    pool.contains("t", [key_of(1)])
-    put(pool, [10, 11])
-
-    assert held(pool) == [0, 1, 4, 5, 6, 7, 10, 11]
-    assert pool.tenant_statistics("t").evictions == 2
-
-
 def test_a_chunk_is_not_evicted_for_its_continuation() -> None:
     pool = pool_of(3)
     put(pool, [50, 51])
@@ -62,14 +49,6 @@ def test_a_chunk_is_not_evicted_for_its_continuation() -> None:
     put(pool, [1])
 
     assert {0, 1} <= set(held(pool))
-
-
-def test_a_prompt_longer_than_the_pool_keeps_its_beginning() -> None:
-    pool = pool_of(8)
-    pool.contains("t", [key_of(number) for number in range(20)])
-    put(pool, range(20))
-
-    assert held(pool)[:7] == list(range(7))
 
 
 def test_leased_records_stay_and_a_pool_full_of_leases_refuses() -> None:
@@ -126,16 +105,6 @@ def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
     assert held(pool, "u") == [0, 1, 2, 3, 4]
     assert put(pool, [9], pages=4) == []
     assert held(pool) == [4, 5, 6]
-
-
-def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
-    pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=4 * PAGE)})
-    put(pool, range(8))
-    assert put(pool, range(20), "u") == list(range(20))
-
-    assert held(pool) == [4, 5, 6, 7]
-    assert put(pool, [30], "u", pages=7) == []
-    assert held(pool) == [4, 5, 6, 7]
 
 
 def test_records_of_a_tenant_at_its_reservation_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,13 +404,14 @@ class Arenaish(TurningTier):
         return await super().get(key, allocate_from(self.arena))
 
 
-async def test_leases_for_a_pin_survive_a_tier_that_fails(arena):
+async def test_only_chunks_in_the_arena_are_leased_for_a_pin_also_if_one_of_its_tiers_fails(arena):
     class Away(Arenaish):
         async def get_many(self, keys, allocate):
             raise TierUnavailableError("away")
 
-    async with Opened(arena, holding([0, 2], Arenaish), holding([1], Away)) as stack:
-        leases = await stack.lease_in_arena([key_of(n) for n in range(3)], [0, 1, 0])
+    tiers = [holding([0, 2], Arenaish), holding([1], Away), holding([3])]  # the last is not in the arena
+    async with Opened(arena, *tiers) as stack:
+        leases = await stack.lease_in_arena([key_of(n) for n in range(4)], [0, 1, 0, 2])
 
         assert [bytes(buffer.view) for buffer in leases] == [content_of(0), content_of(2)]
         assert stack.metrics.tier_counts()["t1.errors.TierUnavailableError"] == 1

@@ -142,20 +142,6 @@ async def test_a_chunk_waits_for_room_within_its_deadline(arena):
         assert gated.inner.records[key_of(1)] == bytes([1]) * 60
 
 
-async def test_a_chunk_larger_than_the_bound_is_refused_at_once_with_both_numbers(arena):
-    async with opened(DictTier(), max_bytes=100) as writer:
-        with leased_items(arena, [50, 101, 10]) as items:
-            futures = await asyncio.wait_for(writer.submit(items, timeout_s=3600), 5)
-        await writer.flush(timeout_s=5)
-
-        stored, too_large, behind = results_of(futures)
-        assert stored is None
-        assert isinstance(too_large, TierFullError)
-        assert "101 bytes are more than the whole budget of 100" in str(too_large)
-        assert behind is too_large
-        assert writer.statistics().refused == 2
-
-
 class OddTier(DictTier):
     """A tier that answers `put_many` as given."""
 
