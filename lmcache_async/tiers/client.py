@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -23,7 +24,7 @@ async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncI
         raise TierUnavailableError(f"{where}: no {what} within {option} of {seconds} s") from error
 
 
-class ClientConnection(asyncio.BaseProtocol):
+class ClientConnection(asyncio.BaseProtocol, ABC):
     """A connection to a server, which is not reopened after its end. Base of the protocols of the tiers.
 
     Args:
@@ -78,9 +79,9 @@ class ClientConnection(asyncio.BaseProtocol):
     def _lose(self, why: str) -> None:
         self.abort(TierUnavailableError(f"{self.where}: {why}"))
 
+    @abstractmethod
     def _fail_calls(self) -> None:
         """End the calls under way with `_problem()`."""
-        raise NotImplementedError
 
     def _problem(self) -> TierError:
         """Return a new error: one for all waiters would collect the tracebacks of all of them."""

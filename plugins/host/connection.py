@@ -44,6 +44,7 @@ MAX_PAUSE_S = 2.0
 MAX_UNANSWERED = 256
 """Maximum number of unanswered requests. Further requests fail, except commits."""
 MAX_UNANSWERED_BYTES = 16 << 20
+_TRANSFERS = frozenset({Op.LEASE, Op.RESERVE, Op.COMMIT})
 _MSG_CMSG_CLOEXEC = 0x40000000
 
 
@@ -61,21 +62,16 @@ class Connection(ClientConnection, asyncio.Protocol):
         figures: Figures of the tenant in the last answer.
     """
 
-    def __init__(self, where: str, region: Region, anchor: socket.socket) -> None:
+    def __init__(self, where: str, config: HostConfig, region: Region, anchor: socket.socket) -> None:
         super().__init__(where)
+        self._config = config
         self.mapping = Mapping(region, anchor, self.give_back)
         self.figures = Figures()
         self._frames = Frames()
         self._requests: deque[_Request] = deque()
         self._unanswered_bytes = 0
 
-    async def ask(
-        self,
-        op: Op,
-        *parts: bytes,
-        timeout_s: float,
-        unwanted: Callable[[bytes], None] | None = None,
-    ) -> bytes:
+    async def ask(self, op: Op, *parts: bytes, unwanted: Callable[[bytes], None] | None = None) -> bytes:
         """Send a request and return its answer.
 
         Args:
@@ -96,17 +92,14 @@ class Connection(ClientConnection, asyncio.Protocol):
         self._requests.append(_Request(op, nbytes, answer, unwanted))
         self._unanswered_bytes += nbytes
         transport.write(frame(op, *parts))
+        option = "transfer_timeout_s" if op in _TRANSFERS else "lookup_timeout_s"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline(getattr(self._config, option), self.where, f"answer to {op.name}", option):
                 return await answer
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except (TierUnavailableError, asyncio.CancelledError):
             # The answer may have come in the same iteration of the loop; a later one finds the future cancelled.
             if not answer.cancelled() and answer.exception() is None and unwanted is not None:
                 unwanted(answer.result())
-            if isinstance(error, TimeoutError):
-                raise TierUnavailableError(
-                    f"{self.where}: no answer to {op.name} within {timeout_s} s"
-                ) from error
             raise
 
     def give_back(self, leases: list[int]) -> None:
@@ -266,15 +259,14 @@ class Link:
             anchor = connected.dup()
             undo.callback(anchor.close)
             await _readable(connected)
-            connection = Connection(self._where, self._receive(connected), anchor)
+            connection = Connection(self._where, self._config, self._receive(connected), anchor)
             undo.callback(connection.mapping.end)
             self._mappings = [one for one in self._mappings if not one.closed]
             self._mappings.append(connection.mapping)
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
-            # Waits for the first figures.
-            await connection.ask(Op.CONTAINS, timeout_s=self._config.connect_timeout_s)
+            await connection.ask(Op.CONTAINS)  # waits for the first figures
             connection.check()
         except BaseException:
             connection.abort()

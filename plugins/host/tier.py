@@ -119,7 +119,7 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def clear(self) -> int:
         """Remove all records of the tenant, including those of other engines."""
         with self._connected() as connection:
-            [(count,)] = unpack(NUMBER, await self._ask(connection, Op.CLEAR), 1)
+            [(count,)] = unpack(NUMBER, await connection.ask(Op.CLEAR), 1)
         return int(count)
 
     def statistics(self) -> TierStatistics:
@@ -164,14 +164,11 @@ class HostTier(BundledTier[HostConfig, Link]):
             except ProtocolError as error:
                 raise connection.fail(error) from error
 
-    async def _ask(self, connection: Connection, op: Op, *parts: bytes) -> bytes:
-        return await connection.ask(op, *parts, timeout_s=self.config.lookup_timeout_s)
-
     async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[bool]:
         flags: list[bool] = []
         with self._connected() as connection:
             for part in _parts(keys):
-                answer = await self._ask(connection, op, b"".join(part))
+                answer = await connection.ask(op, b"".join(part))
                 flags += [bool(flag) for (flag,) in unpack(FLAG, answer, len(part))]
         return flags
 
@@ -181,7 +178,7 @@ class HostTier(BundledTier[HostConfig, Link]):
         async with self._listing:
             with self._connected() as connection:
                 while True:
-                    answer = await self._ask(connection, Op.KEYS, NUMBER.pack(len(found)))
+                    answer = await connection.ask(Op.KEYS, NUMBER.pack(len(found)))
                     piece = [key for (key,) in unpack(KEY, answer)]
                     found += piece
                     if len(piece) < MAX_ITEMS:
@@ -197,7 +194,7 @@ class HostTier(BundledTier[HostConfig, Link]):
                 connection.fail(error)
 
         connection.mapping.flush()  # ended leases must not count against the limit of this engine
-        answer = await connection.ask(op, body, timeout_s=self.config.transfer_timeout_s, unwanted=unwanted)
+        answer = await connection.ask(op, body, unwanted=unwanted)
         connection.check()  # if it was lost after the answer, the leases have ended
         return unpack_grants(answer, count, connection.mapping.nbytes)
 
@@ -218,7 +215,7 @@ class HostTier(BundledTier[HostConfig, Link]):
             connection.give_back(_leases_of(grants))
             raise
         commits = pack(COMMIT, [(grants[position].lease, items[position][0]) for position in given])
-        answer = await connection.ask(Op.COMMIT, commits, timeout_s=self.config.transfer_timeout_s)
+        answer = await connection.ask(Op.COMMIT, commits)
         for position, (flag,) in zip(given, unpack(FLAG, answer, len(given)), strict=True):
             if flag != Refusal.NONE:
                 results[position] = TierError("the daemon rejected the commit of a record")

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from lmcache_async.daemon.messages import Grant
+from lmcache_async.daemon.messages import Grant, Op
 from lmcache_async.errors import (
     BudgetExceededError,
     TierClosedError,
@@ -176,16 +176,17 @@ async def listed(tier: HostTier) -> list[ChunkKey]:
 @pytest.mark.usefixtures("few_items")
 async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
-    link, ask = tier._opened, tier._ask
+    link, ask = tier._opened, Connection.ask
     assert link is not None
 
-    async def answered(connection: Connection, *question: Any) -> bytes:
-        answer = await ask(connection, *question)
-        await lose(link, connection)
+    async def answered(connection: Connection, op: Op, *question: Any) -> bytes:
+        answer = await ask(connection, op, *question)
+        if op is Op.KEYS:
+            await lose(link, connection)
         return answer
 
     assert sorted(await listed(tier)) == [key_of(number) for number in range(9)]
-    monkeypatch.setattr(tier, "_ask", answered)
+    monkeypatch.setattr(Connection, "ask", answered)
     with pytest.raises(TierUnavailableError):
         await listed(tier)
 
@@ -211,13 +212,13 @@ async def test_reconnecting_continues_after_an_unexpected_error(tier, arena, mon
 @pytest.mark.usefixtures("few_items")
 async def test_lists_of_keys_are_asked_for_one_after_the_other(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
-    ask, starts = tier._ask, []
+    ask, starts = Connection.ask, []
 
     async def asked(connection: Connection, op: Any, body: bytes) -> bytes:
         starts.append(int.from_bytes(body, "little"))
         return await ask(connection, op, body)
 
-    monkeypatch.setattr(tier, "_ask", asked)
+    monkeypatch.setattr(Connection, "ask", asked)
     one, other = await asyncio.gather(listed(tier), listed(tier))
     assert one == other
     assert starts == [0, 4, 8, 0, 4, 8]
