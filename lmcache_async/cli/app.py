@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from lmcache_async.errors import LMCacheAsyncError, TierInUseError
+
 COMMANDS = {
     "bench": "Measure memory, disk and tiers, and compare each with its physical limit.",
     "serve": "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
@@ -61,6 +63,19 @@ class LazyGroup(TyperGroup):
         super().__init__(**attributes)
         for name in COMMANDS:
             self.add_command(LazyCommand(name))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. An expected error ends it with a message."""
+        from lmcache_async.cli.output import IN_USE, USAGE, refuse
+
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # of the output; click ends the command without a message
+            raise
+        except TierInUseError as error:
+            refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
+        except (LMCacheAsyncError, OSError) as error:
+            refuse(error, USAGE)
 
 
 def _print_version(wanted: bool) -> None:

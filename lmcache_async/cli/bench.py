@@ -12,10 +12,9 @@ import typer
 from typer import Argument, Option
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
-from lmcache_async.cli.output import progress, refuse, say
+from lmcache_async.cli.output import progress, say
 from lmcache_async.cli.records import Config
 from lmcache_async.cli.tiers import complete_tiers
-from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.maintenance.stores import Stores
 
 JsonFile = Annotated[
@@ -103,10 +102,7 @@ def tier_command(
     if config is None and not name.lstrip().startswith("{"):
         scheme, is_url, _ = name.partition("://")
         text = json.dumps({"name": scheme, "url": name} if is_url else {"name": name})
-    try:
-        measure = partial(tier.run, stores.spec(text, "TIER"), third_party=stores.third_party)
-    except LMCacheAsyncError as error:
-        refuse(error)
+    measure = partial(tier.run, stores.spec(text, "TIER"), third_party=stores.third_party)
     _run(
         tier,
         measure,
@@ -132,21 +128,15 @@ def _run(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = benchmark.Settings(**((benchmark.QUICK if quick else {}) | chosen))
     name = benchmark.__name__.rpartition(".")[2]
-    try:
-        with progress() as show:
-            frame = Frame(
-                rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
-                quick=quick,
-                progress=lambda done, total: show(name, done, total, 0),
-            )
-            result = run(name, benchmark.SUMMARY, measure, settings, frame)
-    except (LMCacheAsyncError, OSError) as error:
-        refuse(error)
+    with progress() as show:
+        frame = Frame(
+            rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
+            quick=quick,
+            progress=lambda done, total: show(name, done, total, 0),
+        )
+        result = run(name, benchmark.SUMMARY, measure, settings, frame)
     for line in result.lines():
         say(line)
     if json_file is not None:
         figures = document([result], rounds=frame.rounds, quick=quick)
-        try:
-            json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
-        except OSError as error:
-            refuse(error)
+        json_file.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")

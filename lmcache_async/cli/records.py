@@ -12,7 +12,6 @@ import uvloop
 from typer import Argument, Option
 
 from lmcache_async.cli.output import (
-    IN_USE,
     PASSED,
     PROBLEM,
     STOPPED,
@@ -24,7 +23,6 @@ from lmcache_async.cli.output import (
     say,
 )
 from lmcache_async.config import format_size, parse_size
-from lmcache_async.errors import LMCacheAsyncError, TierInUseError
 from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.copy import CopyCounts
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES
@@ -88,17 +86,13 @@ def run(
 ) -> NoReturn:
     """Run the work of a command, print its report as text or JSON, and exit.
 
-    The exit code is 0 if the report has passed, else 1. An expected error ends the command with its message.
+    The exit code is 0 if the report has passed, else 1.
     """
     try:
         with progress() as show:
             report = uvloop.run(work(show))
     except KeyboardInterrupt:
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
-    except TierInUseError as error:
-        refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
-    except (LMCacheAsyncError, OSError) as error:
-        refuse(error)
     if as_json:
         print_json(report)
     else:

@@ -13,11 +13,10 @@ import typer
 import uvloop
 from typer import Option
 
-from lmcache_async.cli.output import refuse, say
+from lmcache_async.cli.output import say
 from lmcache_async.config import format_size
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.server import Daemon
-from lmcache_async.errors import LMCacheAsyncError
 
 
 def serve_command(
@@ -38,11 +37,8 @@ def serve_command(
     Engines use the pool with the tier `host`. docs/tiers/host.md lists the options of the file.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        options = load_daemon_config(config, {"socket": socket, "max_bytes": max_bytes})
-        uvloop.run(_serve(options, as_json=as_json))
-    except LMCacheAsyncError as error:
-        refuse(error)
+    options = load_daemon_config(config, {"socket": socket, "max_bytes": max_bytes})
+    uvloop.run(_serve(options, as_json=as_json))
 
 
 async def _serve(config: DaemonConfig, *, as_json: bool) -> None:

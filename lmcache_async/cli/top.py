@@ -141,8 +141,6 @@ def top_command(
             watch(client, status, console, lambda: time.sleep(interval))
     except TierUnavailableError as error:
         refuse(error, PROBLEM)
-    except ConfigError as error:
-        refuse(error)
     except KeyboardInterrupt:
         pass
 
