@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from pydantic import BaseModel
@@ -18,7 +17,6 @@ from lmcache_async.cli.tiers import KINDS, options_type, schema_of, shown
 from lmcache_async.config import (
     EngineConfig,
     LayerSpec,
-    LoadedConfig,
     TierSpec,
     survey_config,
     validate_options,
@@ -38,12 +36,13 @@ from lmcache_async.config.validation import (
 from lmcache_async.daemon.config import DaemonConfig, survey_daemon_config
 from lmcache_async.engine.check import all_problems
 from lmcache_async.engine.tiers import USUAL_ARENA_LAYERS, USUAL_LAYERS, make_tier
-from lmcache_async.errors import LMCacheAsyncError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.registry import LAYERS, STAGES, Registry
 from lmcache_async.tiers.middleware.base import Layer
 
 DEFAULT = "default"
+Value: TypeAlias = dict[str, str]
+"""The dotted `key`, its `value` as it is written in a file (`***` for a secret), and the `source` where it was set."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 config_command = typer.Typer(
@@ -72,25 +71,22 @@ def show_command(
     as_json: JSONFlag = False,
 ) -> None:
     """Print every key with its value and source. Secrets are not shown."""
-    try:
-        if daemon:
-            given = {} if file is not None else {"max_bytes": "1GiB"}
-            daemon_loaded = survey_daemon_config(file, given).valid()
-            values, notes = daemon_values(daemon_loaded), daemon_loaded.notes
-        else:
-            loaded = survey_config(file, extra=_parse_extra(extra)).valid()
-            values, notes = engine_values(loaded, Registry()), loaded.notes
-    except LMCacheAsyncError as error:
-        refuse(error, PROBLEM)
-    values = [value for value in values if not changed or value.source != DEFAULT]
+    loaded: Loaded[Any]
+    if daemon:
+        loaded = survey_daemon_config(file, {} if file is not None else {"max_bytes": "1GiB"})
+    else:
+        loaded = survey_config(file, extra=_parse_extra(extra))
+    if loaded.problems:
+        refuse("\n".join(loaded.problems), PROBLEM)
+    values = [one for one in config_values(loaded, Registry()) if not changed or one["source"] != DEFAULT]
     if as_json:
-        print_json({"values": [asdict(value) for value in values], "notes": notes})
+        print_json({"values": values, "notes": loaded.notes})
         return
-    keys = max((len(value.key) for value in values), default=0)
-    texts = min(48, max((len(value.value) for value in values), default=0))
-    for value in values:
-        say(f"{value.key:<{keys}}  {value.value or repr(''):<{texts}}  {value.source}")
-    _print_notes(notes)
+    keys = max((len(one["key"]) for one in values), default=0)
+    texts = min(48, max((len(one["value"]) for one in values), default=0))
+    for one in values:
+        say(f"{one['key']:<{keys}}  {one['value'] or repr(''):<{texts}}  {one['source']}")
+    _print_notes(loaded.notes)
 
 
 @config_command.command("check")
@@ -158,31 +154,15 @@ def _print_notes(notes: tuple[str, ...]) -> None:
         say(f"no effect: {note}", to_stderr=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The value of one dotted key as it is written in a file (`***` for a secret), and where it was set."""
-
-    key: str
-    value: str
-    source: str
-
-
-def engine_values(loaded: LoadedConfig, registry: Registry) -> list[Value]:
-    """Return all keys of an engine's configuration, including the options of its tiers and layers."""
-    values: list[Value] = []
+def config_values(loaded: Loaded[Any], registry: Registry) -> Iterator[Value]:
+    """Yield all keys of a configuration, including the options of its tiers and layers."""
+    origin, is_engine = loaded.origin, isinstance(loaded.config, EngineConfig)
     for path, value in flatten(loaded.config):
         if path == ("tiers",):
-            for index, tier in enumerate(loaded.config.tiers):
-                values += _tier_values(tier, (*path, index), loaded, registry)
+            for index, tier in enumerate(value):
+                yield from _tier_values(tier, (*path, index), loaded, registry)
         else:
-            values.append(format_value(path, value, loaded.origin.own_place(path)))
-    return values
-
-
-def daemon_values(loaded: Loaded[DaemonConfig]) -> list[Value]:
-    """Return all keys of the daemon's configuration."""
-    places = loaded.origin.places
-    return [format_value(path, value, places.get(path)) for path, value in flatten(loaded.config)]
+            yield format_value(path, value, origin.own_place(path) if is_engine else origin.places.get(path))
 
 
 def flatten(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -203,11 +183,10 @@ def format_value(path: KeyPath, value: Any, source: str | None) -> Value:
     text = shown(without_secrets(value, own), key) or ""
     if is_secret(key) and isinstance(value, str | list | tuple) and value:
         text = "***"
-    return Value(key, without_user(text), source or DEFAULT)
+    return {"key": key, "value": without_user(text), "source": source or DEFAULT}
 
 
-def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: Registry) -> Iterator[Value]:
-    """Yield the keys of a tier, its options, and its layers."""
+def _tier_values(tier: TierSpec, path: KeyPath, loaded: Loaded[Any], registry: Registry) -> Iterator[Value]:
     third_party = loaded.config.plugins.third_party
     for name in ("name", "id", "timeout_s", "open_timeout_s"):
         given = name == "name" or (name in tier.model_fields_set and (name != "id" or tier.id != tier.name))
@@ -216,9 +195,8 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
         )
     options, layers = None, tier.layers
     usual = USUAL_LAYERS
-    with contextlib.suppress(
-        Exception
-    ):  # `config check` reports errors; this shows the options as they are given
+    # `config check` reports errors; here the options of a plug-in with one are shown as they are given.
+    with contextlib.suppress(Exception):
         made = make_tier(tier, registry, third_party=third_party)
         usual = USUAL_ARENA_LAYERS if made.capabilities.in_arena else USUAL_LAYERS
         options = made.config
@@ -228,7 +206,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: LoadedConfig, registry: 
         source = None if layers is None else loaded.origin.own_place(at)
         yield format_value((*at, "name"), layer.name, source)
         options = None
-        with contextlib.suppress(Exception):  # as above
+        with contextlib.suppress(Exception):
             layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)
             options = validate_options(layer_class.options_type, layer.options, "")
         yield from _option_values(layer, options, at, Origin(source or DEFAULT).place)
