@@ -39,7 +39,9 @@ class LazyCommand(TyperCommand):
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
-        return typer.main.get_command(target)
+        command = typer.main.get_command(target)
+        command.help = command.help or self.help  # a group has none of its own
+        return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Return the context of the loaded command, which click then runs and completes."""

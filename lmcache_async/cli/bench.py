@@ -25,11 +25,7 @@ Quick = Annotated[
     bool, Option("--quick", help="Small sizes, to test that it runs; the results have no meaning.")
 ]
 
-bench_command = typer.Typer(
-    help="Measure memory, disk and tiers, and compare each with its physical limit.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+bench_command = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @bench_command.command("memory")
@@ -103,17 +99,7 @@ def tier_command(
         scheme, is_url, _ = name.partition("://")
         text = json.dumps({"name": scheme, "url": name} if is_url else {"name": name})
     measure = partial(tier.run, stores.spec(text, "TIER"), third_party=stores.third_party)
-    _run(
-        tier,
-        measure,
-        json_file,
-        rounds,
-        quick,
-        tier=name,
-        config=config,
-        mib=mib,
-        connections=connections,
-    )
+    _run(tier, measure, json_file, rounds, quick, tier=name, config=config, mib=mib, connections=connections)
 
 
 def _run(

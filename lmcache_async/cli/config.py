@@ -45,9 +45,7 @@ Value: TypeAlias = dict[str, str]
 """The dotted `key`, its `value` as it is written in a file (`***` for a secret), and the `source` where it was set."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-config_command = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Show, check and describe configurations."
-)
+config_command = typer.Typer(no_args_is_help=True, add_completion=False)
 
 DaemonFlag = Annotated[
     bool, Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
