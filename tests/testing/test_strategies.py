@@ -73,12 +73,12 @@ def test_a_stack_of_faulty_tiers_returns_a_prefix_of_the_written_chunks(data, nu
     async def use():
         await stack.open(arena)
         items = [(key_of(number), record(arena, number)) for number in numbers]
-        outcomes = {}
-        await stack.write(items, outcomes.__setitem__)
+        outcomes = []
+        await stack.write(items, lambda results, *, shared: outcomes.append(results))
         for _, buffer in items:
             buffer.release()
         assert await stack.flush(timeout_s=30)
-        assert sorted(outcomes) == list(range(len(numbers)))
+        assert [len(results) for results in outcomes] == [len(numbers)] * len(stack.tiers)
         keys = [key for key, _ in items]
         tiers, _ = await stack.plan(keys)
         fetched = await stack.fetch(keys[: len(tiers)], tiers, allocator(arena))
