@@ -107,29 +107,49 @@ class CheckedJob:
 
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
     """Check a whole batch before any byte of it is copied. Raises ValueError; see `Copier`."""
-    return [_check(layout, index, job, writes_payload) for index, job in enumerate(jobs)]
+    rows = [_row_ids(index, job) for index, job in enumerate(jobs)]
+    # The bounds of all jobs together: for the few rows of a chunk NumPy needs most of its time for the calls.
+    low, high = _bounds(np.concatenate(rows)) if rows else (0, -1)
+    if low < -1 or high >= layout.num_rows:
+        _refuse_rows(layout, rows)
+    return [
+        CheckedJob(
+            ids, _payload(layout, index, job, len(ids), writes_payload), low < 0 and bool((ids < 0).any())
+        )
+        for index, (job, ids) in enumerate(zip(jobs, rows, strict=True))
+    ]
 
 
-def _check(layout: KVLayout, index: int, job: CopyJob, writes_payload: bool) -> CheckedJob:
+def _row_ids(index: int, job: CopyJob) -> BlockIds:
     rows = np.asarray(job.rows)
     if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
         raise ValueError(
             f"job {index}: rows must be integers of shape (num_rows,), not {rows.dtype} {rows.shape}"
         )
-    rows = np.ascontiguousarray(rows, np.int64)
-    low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
-    if low < -1 or high >= layout.num_rows:
-        bad = low if low < -1 else high
-        raise ValueError(
-            f"job {index}: row {bad} is out of bounds; the cache has rows 0 to {layout.num_rows - 1}"
-        )
+    return np.ascontiguousarray(rows, np.int64)
+
+
+def _bounds(rows: BlockIds) -> tuple[int, int]:
+    return (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
+
+
+def _refuse_rows(layout: KVLayout, rows: Sequence[BlockIds]) -> None:
+    for index, (low, high) in enumerate(map(_bounds, rows)):
+        if low < -1 or high >= layout.num_rows:
+            bad = low if low < -1 else high
+            raise ValueError(
+                f"job {index}: row {bad} is out of bounds; the cache has rows 0 to {layout.num_rows - 1}"
+            )
+
+
+def _payload(layout: KVLayout, index: int, job: CopyJob, num_rows: int, writes_payload: bool) -> Payload:
     payload = np.asarray(job.payload)
-    expected = layout.payload_bytes(len(rows))
+    expected = layout.payload_bytes(num_rows)
     if payload.dtype != np.uint8 or payload.shape != (expected,) or not payload.flags.c_contiguous:
         raise ValueError(
-            f"job {index}: {len(rows)} rows need a contiguous uint8 payload of shape ({expected},), "
+            f"job {index}: {num_rows} rows need a contiguous uint8 payload of shape ({expected},), "
             f"not {payload.dtype} {payload.shape}"
         )
     if writes_payload and not payload.flags.writeable:
         raise ValueError(f"job {index}: the payload is read-only")
-    return CheckedJob(rows, payload, low < 0)
+    return payload

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
@@ -117,9 +117,8 @@ class CpuCopier:
         parts: list[Part] = []
         for planes in plane_steps(self._table, PART_BYTES // max(sum(num_rows), 1)):
             step = whole_planes(self._table, num_rows, planes)
-            if sum(piece.nbytes for piece in step) < 2 * PART_BYTES:
-                works = [step]
-            else:
+            works: Iterable[list[Piece]] = [step]
+            if sum(piece.nbytes for piece in step) >= 2 * PART_BYTES:
                 works = cut(self._table, num_rows, max_bytes=PART_BYTES, planes=planes)
             parts += [Part(planes[0], functools.partial(copy, work)) for work in works]
         queue = PartQueue(parts, self.layout.num_planes, progress.advance)

@@ -293,7 +293,7 @@ class CudaCopier:
             lane.release(part)
             raise
 
-    def _cut(self, counts: Sequence[int]) -> list[list[Piece]]:
+    def _cut(self, counts: Sequence[int]) -> Iterator[list[Piece]]:
         return cut(self._table, counts, max_bytes=self._lanes.part_bytes, max_entries=self._entries)
 
     def _submit(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -119,19 +119,20 @@ def locate_by_group(
 
 def cut(
     table: PlaneTable,
-    num_rows: Sequence[int],
+    num_rows: Iterable[int],
     *,
     max_bytes: int,
     max_entries: int = UNBOUNDED,
     planes: tuple[int, int] | None = None,
-) -> list[list[Piece]]:
+) -> Iterator[list[Piece]]:
     """Cut a batch into parts of at most `max_bytes` and `max_entries`, in the order of the jobs.
 
     Each part is filled before the next one begins. An entry is never split: one that exceeds `max_bytes` is a
-    part by itself. Only `planes` (first, last exclusive) are cut, if given.
+    part by itself. Only `planes` (first, last exclusive) are cut, if given. A part is cut when it is requested, so
+    that the first one of a large batch can be copied while the others are cut.
     """
-    parts: list[list[Piece]] = []
-    room, entries = 0, 0
+    part: list[Piece] = []
+    room, entries = max_bytes, max_entries
     low, high = planes or (0, len(table.row_bytes))
     for job, count in enumerate(num_rows):
         start, last = low * count, high * count
@@ -141,17 +142,17 @@ def cut(
                 table.entry_at(count, min(offset + room, table.payload_offset(count, last))), start + entries
             )
             if stop == start:
-                fresh = not parts or bool(parts[-1])
-                if fresh:
-                    parts.append([])
-                    room, entries = max_bytes, max_entries
+                if part:
+                    yield part
+                    part, room, entries = [], max_bytes, max_entries
                     continue
                 stop = start + 1
             end = table.payload_offset(count, stop)
-            parts[-1].append(Piece(job, start, stop, offset, end - offset))
+            part.append(Piece(job, start, stop, offset, end - offset))
             room, entries = max(room - (end - offset), 0), entries - (stop - start)
             start, offset = stop, end
-    return parts
+    if part:
+        yield part
 
 
 def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, int]) -> list[Piece]:

@@ -37,7 +37,7 @@ def test_a_cut_of_all_or_some_planes_holds_their_entries_once_in_order_and_withi
     some = data.draw(st.none() | ranges(planes))
     low, high = some or (0, len(planes))
 
-    parts = cut(table, counts, max_bytes=max_bytes, max_entries=max_entries, planes=some)
+    parts = list(cut(table, counts, max_bytes=max_bytes, max_entries=max_entries, planes=some))
 
     pieces = [piece for part in parts for piece in part]
     entries = [(piece.job, entry) for piece in pieces for entry in range(piece.start, piece.stop)]
@@ -54,6 +54,20 @@ def test_a_cut_of_all_or_some_planes_holds_their_entries_once_in_order_and_withi
         assert count >= 1
         assert sum(piece.nbytes for piece in part) <= max_bytes or count == 1
         assert count <= max_entries
+
+
+def test_the_first_part_of_a_batch_is_known_before_the_other_jobs_are_cut():
+    read = []
+
+    def counts():
+        for count in (4, 4, 4):
+            read.append(count)
+            yield count
+
+    parts = cut(PlaneTable([Plane(0, 0, 8, Rows(64))]), counts(), max_bytes=16)
+
+    assert [piece.nbytes for piece in next(parts)] == [16]
+    assert read == [4]
 
 
 @given(planes, st.integers(0, 40))
@@ -75,4 +89,4 @@ def test_equal_shares_need_no_more_parts_than_threads(planes, counts, threads):
     largest = max(plane.row_bytes for plane in planes)
     total = sum(counts) * sum(plane.row_bytes for plane in planes)
 
-    assert len(cut(table, counts, max_bytes=-(-total // threads) + largest)) <= threads
+    assert len(list(cut(table, counts, max_bytes=-(-total // threads) + largest))) <= threads
