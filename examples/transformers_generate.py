@@ -2,8 +2,8 @@
 
 A prompt is computed once (prefill) by a Llama with random weights. Its KV is in a paged cache, as in a serving
 engine, and lmcache-async stores it. The paged cache is cleared, the KV is loaded into other blocks, and decoding
-continues from there. The program prints the time of a prefill and the times of a load from host memory and from
-disk, and checks the result:
+continues from there. The program prints the time of a prefill, the times of a load from host memory and from disk,
+and that of one contiguous copy of as many bytes. It checks the result:
 
 - the loaded KV is equal to the computed KV, bit for bit;
 - logits decoded from it are equal to those of the whole text computed at once, within the precision of bfloat16.
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from lmcache_async import CacheEngine, KVLayout, Namespace, load_config
 BLOCK = 16  # tokens of a block of the paged cache
 DECODED = 4  # tokens after the prompt, whose logits are compared
 REPEATS = 3  # times are the median of as many prefills and loads
+PIN_S = 120  # longest wait for the arena to be pinned
+BUS_BYTES = 1 << 30  # bytes of one contiguous copy; more are several, one after the other
 TOLERANCE = 0.1  # of logits, relative: with 10 results in each of 32 layers rounded to 2**-9, 3.5 % are usual
 LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # else the defaults
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
@@ -127,9 +129,9 @@ class PagedCache(Cache):
         for layer in self.layers:
             layer.length = tokens
 
-    def read(self, tokens: int) -> list[torch.Tensor]:
-        """Return the bits of the first tokens of each layer."""
-        return [layer.read(tokens).view(torch.int16) for layer in self.layers]
+    def read(self, tokens: int) -> Iterator[torch.Tensor]:
+        """Yield the bits of the first tokens of each layer."""
+        return (layer.read(tokens).view(torch.int16) for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Row:
 
     Attributes:
         kv_bytes: Bytes of the prompt's KV.
+        bus_s: Time of one contiguous copy of as many bytes from pinned host memory to the GPU.
         kv_equal: The KV loaded from memory, and that loaded from disk, is bit-equal to the computed one.
         difference: Largest relative difference of logits after a load from those computed again.
         without_kv: The same if the KV is not loaded. It shows that the comparison would notice.
@@ -148,6 +151,7 @@ class Row:
     prefill_s: float
     memory_s: float
     disk_s: float
+    bus_s: float
     kv_equal: bool
     difference: float
     without_kv: float
@@ -193,6 +197,19 @@ async def timed(device: str, before: Callable[[], None], call: Callable[[], Awai
     return statistics.median(taken)
 
 
+async def bus_seconds(nbytes: int, device: str) -> float:
+    """Return the median seconds of contiguous copies of `nbytes` in all, from pinned host memory to the device."""
+    source = torch.empty(min(nbytes, BUS_BYTES), dtype=torch.uint8, pin_memory=device == "cuda")
+    target = torch.empty_like(source, device=device)
+
+    async def copy() -> None:
+        for start in range(0, nbytes, len(source)):
+            part = slice(nbytes - start)
+            target[part].copy_(source[part], non_blocking=True)
+
+    return await timed(device, lambda: None, copy)
+
+
 def relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).norm() / expected.norm())
 
@@ -206,16 +223,27 @@ async def open_engine(cache: PagedCache, tier: Any, kv_bytes: int) -> AsyncItera
     # The defaults are for servers, where a store gives up rather than wait for a slow disk. Here all is stored.
     settings |= {"store.max_pending_write_bytes": arena_bytes, "store.max_pending_write_s": 600}
     settings |= {"store.timeout_s": 600, "retrieve.timeout_s": 600, "shutdown_timeout_s": 600}
+    # One prompt may use all memory, so that a hit in memory is copied in few batches with no pause between them.
+    settings |= {"retrieve.max_in_flight_bytes": arena_bytes}
     config = load_config(env={}, extra=settings)
     names = {"model": "random-llama", "weights": "seed 0", "dtype": layout.dtype, "layout": layout.text}
     namespace = Namespace(**names, chunk_size=config.chunk_size)
     async with CacheEngine.open(config, layout=layout, namespace=namespace) as engine:
-        if layout.device.type == "cuda":  # the arena is pinned in the background, for at most a minute here
-            arena, deadline = engine.statistics().arena, time.monotonic() + 60
-            while arena.pinned_bytes < arena.num_slabs * arena.slab_bytes and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)
-                arena = engine.statistics().arena
+        if layout.device.type == "cuda":
+            await arena_pinned(engine)
         yield engine
+
+
+async def arena_pinned(engine: CacheEngine) -> None:
+    """Wait until the arena is pinned, which is done in the background. Copies of other memory are slower."""
+    deadline = time.monotonic() + PIN_S
+    while (arena := engine.statistics().arena).pinned_bytes < arena.num_slabs * arena.slab_bytes:
+        if time.monotonic() > deadline:
+            total = arena.num_slabs * arena.slab_bytes
+            raise RuntimeError(
+                f"{arena.pinned_bytes} of {total} bytes of the arena are pinned after {PIN_S} s"
+            )
+        await asyncio.sleep(0.01)
 
 
 async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
@@ -235,7 +263,7 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
         forward(model, prompt, cache)
 
     prefill_s = await timed(device, cache.clear, prefill)
-    computed = cache.read(tokens)
+    computed = list(cache.read(tokens))
     kv_bytes = sum(layer.nbytes for layer in computed)
 
     loads, differences, equal = {}, [], True
@@ -255,11 +283,11 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
             loads[source] = await timed(device, cache.clear, load)
         equal &= all(map(torch.equal, cache.read(tokens), computed))
         differences.append(relative(decode(model, rest, cache), expected))
-    memory_s, disk_s = loads["memory"], loads["disk"]
-    return Row(tokens, kv_bytes, prefill_s, memory_s, disk_s, equal, max(differences), without_kv)
+    memory_s, disk_s, bus_s = loads["memory"], loads["disk"], await bus_seconds(kv_bytes, device)
+    return Row(tokens, kv_bytes, prefill_s, memory_s, disk_s, bus_s, equal, max(differences), without_kv)
 
 
-HEAD = "  tokens     KV MiB   prefill s  load from memory s    load from disk s  KV equal  logits differ by"
+HEAD = "  tokens     KV MiB   prefill s  load from memory s    load from disk s  one copy s  KV equal  logits differ by"
 
 
 def line(row: Row) -> str:
@@ -267,7 +295,7 @@ def line(row: Row) -> str:
     logits = f"{100 * row.difference:.2f} % ({100 * row.without_kv:.0f} % without KV)"
     return (
         f"{row.tokens:8} {row.kv_bytes / 2**20:10.1f} {row.prefill_s:11.4f}  {memory:>18}  {disk:>18}"
-        f"  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
+        f"  {row.bus_s:10.4f}  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
     )
 
 
