@@ -242,7 +242,9 @@ class Race:
             layout=layout.text,
             chunk_size=config.chunk_size,
         )
-        staging = rng.choice([1 << 16, 1 << 20, 64 << 20]) if device != "cpu" else 1 << 16
+        # Not so small that a round of a large cache consists of thousands of delayed parts.
+        small = max(1 << 16, layout.payload_bytes(CHUNK_BLOCKS) // 4)
+        staging = rng.choice([small, 1 << 20, 64 << 20]) if device != "cpu" else 1 << 16
 
         def open_copiers(layouts: Sequence[KVLayout], **_: Any) -> list[Copier]:
             streams = DelayedStreams(gpu.streams(), delays)
