@@ -96,6 +96,7 @@ async def test_a_store_behind_a_long_kernel_reads_the_final_values():
     cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
     job = pinned_job(cache.layout, [4, 2])
     with copier_of(cache) as copier:
+        cache.tensors[0].fill_(0.0)  # the first use of a kernel loads it, which may wait for a running one
         torch.cuda.synchronize()
 
         torch.cuda._sleep(SPIN_CYCLES)
@@ -133,6 +134,7 @@ async def test_a_load_does_not_wait_for_a_store_behind_a_long_kernel():
     cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
     store, load = pinned_job(cache.layout, [0, 1]), pinned_job(cache.layout, [4, 5])
     with copier_of(cache) as copier:
+        await copier.gather([store])
         await copier.scatter([load])
         model = torch.cuda.Stream()
         with torch.cuda.stream(model):
