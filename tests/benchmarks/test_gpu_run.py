@@ -18,7 +18,7 @@ from tests.support import forked_python
 from tools.benchmarks.gpu_device import HostGpu
 from tools.gpu import checkout, command, profile, race
 from tools.gpu.command import Options, Part
-from tools.gpu.page import page
+from tools.gpu.page import page, targets
 
 ROOT = Path(__file__).parents[2]
 SMALL_RACE = dataclasses.replace(race.QUICK, rounds=4)
@@ -116,7 +116,8 @@ def test_calls_of_cuda_are_counted_by_kind():
 
 
 def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_on_the_page(tmp_path):
-    arguments = ["--device", "cpu", "--quick", "--part", "race", "--seed", "5", "--commit", "0123abc"]
+    arguments = ["--device", "cpu", "--quick", "--part", "race", "--minutes", "5"]
+    arguments += ["--seed", "5", "--commit", "0123abc"]
 
     assert command.main([*arguments, "--out", str(tmp_path)]) == 0
 
@@ -128,6 +129,7 @@ def test_a_part_runs_in_a_process_of_its_own_and_its_results_are_on_the_page(tmp
     assert "Commit `0123abc`" in text
     assert f"| torch | {torch.__version__} |" in text
     assert "| problems | 0 |" in text
+    assert "Targets" not in text  # figures of a quick run have no meaning
 
 
 def test_without_a_gpu_it_says_how_to_run_without_one(tmp_path, monkeypatch, capsys):
@@ -141,8 +143,63 @@ def test_each_part_is_listed_with_its_time_limit(capsys):
     assert command.main(["--list"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["tests", "bench", "profile", "example", "race"]
+    assert [line.split()[0] for line in lines] == ["tests", "profile", "example", "race", "bench"]
     assert all(" min " in line for line in lines)
+
+
+def test_all_parts_together_fit_in_a_command_of_ten_minutes_and_share_a_given_time():
+    shares = {part.name: part.minutes for part in command.PARTS}
+
+    assert command.latest_ends(command.PARTS, None)[-1] == sum(shares.values()) * 60 <= 9.5 * 60
+    tests, bench = command.latest_ends((command.PARTS[0], command.PARTS[-1]), 12)
+    assert tests == pytest.approx(720 * shares["tests"] / (shares["tests"] + shares["bench"]))
+    assert bench == 720
+
+
+def profiled(cache: str, **figures: object) -> dict[str, object]:
+    good = {"ratio": 0.99, "compute_slowdown": 1.01, "model_thread_us": 4.0}
+    return {"cache": cache, "way": "D2H", "calls": {"waits for streams": 0}, **good, **figures}
+
+
+def loaded(tokens: int, memory_s: float) -> dict[str, object]:
+    return {"tokens": tokens, "memory_s": memory_s, "bus_s": 0.9, "prefill_s": 10.0}
+
+
+def test_a_missed_target_is_named_with_its_worst_figure_and_the_limit():
+    profile_rows = [profiled("fused"), profiled("apart", ratio=0.9), profiled("blocks", ratio=0.95)]
+    example_rows = [loaded(8192, 90.0), loaded(32768, 1.0)]
+    document = {
+        "quick": False,
+        "parts": [
+            {"name": "profile", "result": {"rows": profile_rows}},
+            {"name": "example", "result": {"rows": example_rows}},
+            {"name": "bench", "result": {}},
+        ],
+    }
+
+    found = targets(document)
+
+    assert [str(target) for target in found if target.missed] == [
+        "MISSED: paged copy, ratio to one contiguous copy: 0.9, at least 0.97 (apart, D2H)"
+    ]
+    assert [(target.where, target.value) for target in found[-2:]] == [
+        ("32768 tokens", 0.9),
+        ("32768 tokens", 10),
+    ]
+    assert len(found) == 6
+    assert targets({**document, "quick": True}) == []
+
+
+@pytest.mark.parametrize(
+    "figure", [{"compute_slowdown": 1.03}, {"model_thread_us": 300.0}, {"calls": {"waits for streams": 1}}]
+)
+def test_slow_compute_and_waits_of_the_host_miss_their_targets(figure: dict[str, object]):
+    document = {
+        "quick": False,
+        "parts": [{"name": "profile", "result": {"rows": [profiled("fused", **figure)]}}],
+    }
+
+    assert sum(target.missed for target in targets(document)) == 1
 
 
 def child(*arguments: str) -> Part:
@@ -152,14 +209,14 @@ def child(*arguments: str) -> Part:
 def test_a_part_that_exceeds_its_time_limit_is_ended(tmp_path):
     part = child("-c", "import signal; print('here', flush=True); signal.pause()")
 
-    ended = command.run_part(part, Options("cpu", True, 0, tmp_path), 0.02)
+    ended = command.run_part(part, Options("cpu", True, 0, tmp_path), 1.0)
 
     assert ended.status == "time limit"
     assert ended.result == {}
 
 
 def test_a_part_without_results_has_failed_and_its_output_is_on_the_page(tmp_path):
-    ended = command.run_part(child("-c", "print('no results')"), Options("cpu", True, 0, tmp_path), 1.0)
+    ended = command.run_part(child("-c", "print('no results')"), Options("cpu", True, 0, tmp_path), 60)
 
     assert (ended.status, ended.output) == ("failed", "no results\n")
     about = {"commit": "0123abc", "date": "today", "device": "none"}

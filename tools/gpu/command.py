@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -16,8 +17,11 @@ from xml.etree import ElementTree as ET
 from tools.gpu.checkout import ROOT, environment, facts
 from tools.processes import run_logged
 
-SPARE_S = 30.0
+SPARE_S = 20.0
 """A part stops measuring this long before its time limit, to write its results."""
+
+TEST_S = 90
+"""Time limit of one test, below that of all tests, so that a hang ends with a traceback."""
 
 INTERPRETED_TESTS = ("tests/unit/test_copier_kernels.py", "tests/unit/test_copier_cuda.py")
 """Tests of the GPU code that need no GPU; with `--device cpu` they replace the GPU tests."""
@@ -49,7 +53,7 @@ class Part:
     """A part of the run: a process with a time limit.
 
     Attributes:
-        minutes: Time limit.
+        minutes: Its share of the time limit of all parts.
         command: Returns the arguments of Python. Receives the options, the file for results and the seconds
             after which a measurement should stop by itself.
         read: Returns the results from the file.
@@ -90,7 +94,7 @@ def gpu_tests() -> list[str]:
 
 def _tests(options: Options, result: Path, seconds: float) -> list[str]:
     del seconds
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}"]
+    command = ["-m", "pytest", "-v", f"--timeout={TEST_S}", "-p", "no:cacheprovider", f"--junitxml={result}"]
     if options.device == "cuda":
         return [*command, "-m", "gpu", *gpu_tests()]
     interpreted = INTERPRETED_TESTS[:1] if options.quick else INTERPRETED_TESTS
@@ -130,25 +134,19 @@ def read_tests(path: Path) -> dict[str, Any]:
 
 
 PARTS = (
-    Part("tests", "the tests marked gpu", 7.0, _tests, read_tests, interpret=False),
-    Part("bench", "python -m tools.benchmarks gpu", 7.5, _measurement("bench"), read_json),
-    Part("profile", "the copy path at every layout and block size", 7.5, _measurement("profile"), read_json),
-    Part("example", "examples/transformers_generate.py at full size", 7.5, _example, read_json),
-    Part(
-        "race",
-        "stores, loads and compute with random delays; --minutes and --seed split it",
-        10.0,
-        _measurement("race"),
-        read_json,
-    ),
+    Part("tests", "the tests marked gpu", 2.5, _tests, read_tests, interpret=False),
+    Part("profile", "the copy path at every layout and block size", 2.0, _measurement("profile"), read_json),
+    Part("example", "examples/transformers_generate.py at full size", 3.0, _example, read_json),
+    Part("race", "stores, loads and compute with random delays", 0.75, _measurement("race"), read_json),
+    Part("bench", "python -m tools.benchmarks gpu", 0.75, _measurement("bench"), read_json),
 )
+"""In the order of their start: first those that have targets, last those that use all of their time."""
 
 
-def run_part(part: Part, options: Options, minutes: float) -> Ended:
-    """Run a part in its own process group and wait for it, at most for its time limit."""
+def run_part(part: Part, options: Options, limit: float) -> Ended:
+    """Run a part in its own process group and wait for it, at most for `limit` seconds."""
     result = options.out / f"{part.name}.result"
     result.unlink(missing_ok=True)
-    limit = minutes * 60
     command = part.command(options, result, max(limit - SPARE_S, limit / 2))
     log = options.out / f"{part.name}.log"
     start = time.monotonic()
@@ -174,6 +172,19 @@ def run_part(part: Part, options: Options, minutes: float) -> Ended:
     return Ended(part.name, status, seconds, " ".join(["python", *command]), text[-4000:], measured)
 
 
+def latest_ends(parts: Sequence[Part], minutes: float | None) -> list[float]:
+    """Return when each part must have ended, in seconds from the start of the first one.
+
+    A part also has the time that the parts before it have left.
+
+    Args:
+        parts: The parts, which run one after the other.
+        minutes: Time limit of all together, divided by their shares; None for the sum of the shares.
+    """
+    ends = list(accumulate(part.minutes for part in parts))
+    return [(minutes or ends[-1]) * 60 * end / ends[-1] for end in ends]
+
+
 def cuda_is_available() -> bool:
     import torch
 
@@ -181,8 +192,8 @@ def cuda_is_available() -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if a part has not passed."""
-    from tools.gpu.page import page
+    """Run the command; return 1 if a part has not passed or a target is missed."""
+    from tools.gpu.page import page, targets
 
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu", description="Tests and measurements on a GPU."
@@ -191,7 +202,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--part", action="append", choices=[part.name for part in PARTS], help="run only this part"
     )
-    parser.add_argument("--minutes", type=float, help="time limit of each part, in place of its own")
+    parser.add_argument(
+        "--minutes", type=float, help="time limit of all parts together; the sum of their shares (--list)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the race run")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; figures have no meaning")
@@ -214,11 +227,11 @@ def main(arguments: Sequence[str]) -> int:
     if given.commit:
         about["commit"] = given.commit
     ended: list[Ended] = []
-    for part in PARTS:
-        if given.part and part.name not in given.part:
-            continue
+    chosen = [part for part in PARTS if not given.part or part.name in given.part]
+    start = time.monotonic()
+    for part, end in zip(chosen, latest_ends(chosen, given.minutes), strict=True):
         sys.stderr.write(f"{part.name}: {part.summary}\n")
-        ended.append(run_part(part, options, given.minutes or part.minutes))
+        ended.append(run_part(part, options, start + end - time.monotonic()))
         sys.stderr.write(f"{part.name}: {ended[-1].status} after {ended[-1].seconds} s\n")
         if ended[-1].status != "passed":
             sys.stderr.write(f"{ended[-1].output}\n")
@@ -228,5 +241,7 @@ def main(arguments: Sequence[str]) -> int:
             json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8"
         )
         (options.out / "gpu.md").write_text(page(document), encoding="utf-8")
+    found = targets(document)
+    sys.stdout.writelines(f"{target}\n" for target in found)
     sys.stdout.write(f"{options.out / 'gpu.md'}\n")
-    return int(any(one.status != "passed" for one in ended))
+    return int(any(one.status != "passed" for one in ended) or any(target.missed for target in found))

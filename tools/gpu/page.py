@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 FACTS = (
@@ -19,6 +20,84 @@ FACTS = (
 )
 
 
+LONG_TOKENS = 32768
+"""Prompts from this length on have targets for their loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure and its limit.
+
+    Attributes:
+        where: Place of the figure, which is the worst of its kind.
+        least: Minimum; None if `most` is the limit.
+        most: Maximum.
+    """
+
+    name: str
+    where: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return not self.met
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.least if self.least is not None else self.value <= (self.most or 0.0)
+
+    @property
+    def wanted(self) -> str:
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+    def __str__(self) -> str:
+        return (
+            f"{'met' if self.met else 'MISSED'}: {self.name}: {self.value:.4g}, {self.wanted} ({self.where})"
+        )
+
+
+def targets(document: Mapping[str, Any]) -> list[Target]:
+    """Return the targets of the parts that have results, each with its worst figure. A quick run has none."""
+    if document["quick"]:
+        return []
+    results = {one["name"]: one["result"] for one in document["parts"] if one["result"]}
+    found: list[Target] = []
+    for part, of_part in (("profile", _profile_targets), ("example", _example_targets)):
+        if part in results:
+            found += of_part(results[part]["rows"])
+    return found
+
+
+def _profile_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
+    def worst(name: str, key: str, **limit: float) -> Target:
+        choose = min if "least" in limit else max
+        row = choose((row for row in rows if key in row), key=lambda row: float(row[key]))
+        return Target(name, f"{row['cache']}, {row['way']}", row[key], **limit)
+
+    if not rows:
+        return
+    yield worst("paged copy, ratio to one contiguous copy", "ratio", least=0.97)
+    yield worst("time of compute beside copies, ratio to compute alone", "compute_slowdown", most=1.02)
+    yield worst("microseconds of a fence on the model's busy stream", "model_thread_us", most=100)
+    waits = [(row["calls"]["waits for streams"] or 0, row) for row in rows if "calls" in row]
+    if waits:
+        count, row = max(waits, key=lambda pair: pair[0])
+        yield Target("waits for a stream during a copy", f"{row['cache']}, {row['way']}", count, most=0)
+
+
+def _example_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
+    for row in rows:
+        where = f"{row['tokens']} tokens"
+        if row["tokens"] >= LONG_TOKENS:
+            share = row["bus_s"] / row["memory_s"]
+            yield Target("load from memory, ratio to one contiguous copy", where, share, least=0.9)
+            yield Target(
+                "prefill, ratio to a load from memory", where, row["prefill_s"] / row["memory_s"], least=10
+            )
+
+
 def page(document: Mapping[str, Any]) -> str:
     """Return the page of a run, from the content of its JSON file."""
     about = document["about"]
@@ -32,6 +111,16 @@ def page(document: Mapping[str, Any]) -> str:
         ("part", "status", "seconds", "command"),
         [(one["name"], one["status"], one["seconds"], f"`{one['command']}`") for one in document["parts"]],
     )
+    if found := targets(document):
+        lines += ["## Targets", ""]
+        head = ("", "where", "figure", "wanted", "")
+        lines += table(
+            head,
+            [
+                (one.name, one.where, f"{one.value:.4g}", one.wanted, "met" if one.met else "MISSED")
+                for one in found
+            ],
+        )
     for one in document["parts"]:
         lines += [f"## {one['name']}", ""]
         if one["status"] != "passed":
@@ -105,6 +194,7 @@ def _example(result: Mapping[str, Any]) -> list[str]:
         "prefill s",
         "load from memory s",
         "load from disk s",
+        "one contiguous copy s",
         "KV bit-equal",
         "logits differ by",
     )
@@ -115,6 +205,7 @@ def _example(result: Mapping[str, Any]) -> list[str]:
             digits(row["prefill_s"]),
             f"{digits(row['memory_s'])} ({digits(row['prefill_s'] / row['memory_s'])}x)",
             f"{digits(row['disk_s'])} ({digits(row['prefill_s'] / row['disk_s'])}x)",
+            f"{digits(row['bus_s'])} ({row['bus_s'] / row['memory_s']:.3f} of the load from memory)",
             "yes" if row["kv_equal"] else "NO",
             f"{100 * row['difference']:.2f} %",
         )

@@ -1,7 +1,7 @@
 """Profile of the copy path: for every layout and block size its rate, calls of CUDA, host time, and effect on compute.
 
 The limit of each rate is one contiguous pinned copy of the same bytes. The calls are counted after all measurements
-by torch's profiler, which slows down everything after it.
+by torch's profiler, which slows down everything after it. `page.targets` has the wanted figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from lmcache_async.bench.measure import Case, Frame, Row
 from tools.benchmarks.gpu import IN, OUT, Copies, Shape, load_cases, rate, refusal, shapes
-from tools.benchmarks.gpu_device import Gpu
+from tools.benchmarks.gpu_device import Gpu, HostBytes, Products
 
 WAITS = {
     "waits for events": ("cudaEventSynchronize", "cuEventSynchronize"),
@@ -67,21 +67,30 @@ async def profile(
     """
     deadline = time.monotonic() + seconds
     chosen = []
+    device_bytes, host_bytes = gpu.free_bytes(), gpu.host_bytes()
     for shape in _shapes(settings):
-        why = refusal(
-            shape.chunk_bytes * settings.chunks, device_bytes=gpu.free_bytes(), host_bytes=gpu.host_bytes()
-        )
-        if time.monotonic() > deadline:
-            why = "the time limit was reached"
-        if why:
+        nbytes = shape.chunk_bytes * settings.chunks
+        if why := refusal(nbytes, device_bytes=device_bytes, host_bytes=host_bytes):
             frame.leave_out(_name(shape), why)
-            continue
-        chosen.append(shape)
-        for row in await _measure(settings, frame, gpu, shape):
-            yield row
-    for shape in chosen:
-        for row in await _count(settings, gpu, shape):
-            yield row
+        else:
+            chosen.append(shape)
+    if not chosen:
+        return
+    with gpu.pin(max(shape.chunk_bytes for shape in chosen) * settings.chunks) as host:
+        measured = []
+        for shape in chosen:
+            if time.monotonic() > deadline:
+                frame.leave_out(_name(shape), "the time limit was reached")
+                continue
+            for row in await _measure(settings, frame, gpu, shape, host):
+                yield row
+            measured.append(shape)
+        for shape in measured:
+            if time.monotonic() > deadline:
+                frame.leave_out(f"{_name(shape)}: calls of CUDA", "the time limit was reached")
+                continue
+            for row in await _count(settings, gpu, shape, host):
+                yield row
 
 
 def _shapes(settings: Settings) -> list[Shape]:
@@ -97,10 +106,12 @@ def _name(shape: Shape) -> str:
     return f"{shape.name}, blocks of {shape.block_size}"
 
 
-async def _measure(settings: Settings, frame: Frame, gpu: Gpu, shape: Shape) -> list[dict[str, Any]]:
+async def _measure(
+    settings: Settings, frame: Frame, gpu: Gpu, shape: Shape, host: HostBytes
+) -> list[dict[str, Any]]:
     chunks = settings.chunks
     gpu.trim()
-    with gpu.pin(shape.chunk_bytes * chunks) as host, Copies.open(gpu, shape, chunks, host) as copies:
+    with Copies.open(gpu, shape, chunks, host) as copies:
         await copies.check()
         nbytes = copies.nbytes(chunks)
         limit = "one contiguous copy"
@@ -115,12 +126,14 @@ async def _measure(settings: Settings, frame: Frame, gpu: Gpu, shape: Shape) -> 
         ]
         rates = {row.name: row for row in await frame.compare(cases)}
         products = gpu.products(settings.product_size)
-        loads = await frame.compare(load_cases(copies, products, settings.products, chunks, priority=0))
+        beside = load_cases(copies, products, settings.products, chunks, priority=0)
+        loads = await frame.compare([case for case in beside if case.name.startswith("product beside")])
         slow = {way: _ratio(loads, f"product beside {way}", "product alone") for way in (OUT, IN)}
         plain = {way: _ratio(loads, f"product beside {way}", "product beside memcpy") for way in (OUT, IN)}
         rows = []
         for way in (OUT, IN):
-            fence_us, loop_ms = await _host_time(copies, way, chunks)
+            fence_us = _fence_us(copies, products, settings.products)
+            loop_ms = await _loop_ms(copies, way, chunks)
             rows.append(
                 {
                     "cache": _name(shape),
@@ -144,24 +157,31 @@ def _ratio(rows: Sequence[Row], name: str, limit: str) -> float:
     return next(float(row.ratio) for row in rows if row.name.startswith(name) and row.limit_name == limit)
 
 
-async def _host_time(copies: Copies, way: str, chunks: int) -> tuple[float, float]:
-    """Return the microseconds of a fence on the model's thread, and the CPU milliseconds of a copy on the loop."""
+def _fence_us(copies: Copies, products: Products, count: int) -> float:
+    """Return the microseconds of a fence on the model's thread, whose stream is busy. A wait would take as long as it."""
+    running = products.ask(count)
     start = time.perf_counter()
     for _ in range(_FENCES):
         copies.copier.fence()
-    fence_us = (time.perf_counter() - start) / _FENCES * 1e6
+    taken = time.perf_counter() - start
+    running.milliseconds()  # the device is idle before the next measurement
+    return taken / _FENCES * 1e6
+
+
+async def _loop_ms(copies: Copies, way: str, chunks: int) -> float:
+    """Return the CPU milliseconds of a copy on the thread of the loop."""
     copy = copies.paged(way, chunks)
     start = time.thread_time()
     await copy()
-    return fence_us, (time.thread_time() - start) * 1e3
+    return (time.thread_time() - start) * 1e3
 
 
-async def _count(settings: Settings, gpu: Gpu, shape: Shape) -> list[dict[str, Any]]:
+async def _count(settings: Settings, gpu: Gpu, shape: Shape, host: HostBytes) -> list[dict[str, Any]]:
     """Return the calls of CUDA of one copy in each direction, with its number of parts and pieces."""
     chunks = settings.chunks
     rows = []
     gpu.trim()
-    with gpu.pin(shape.chunk_bytes * chunks) as host, Copies.open(gpu, shape, chunks, host) as copies:
+    with Copies.open(gpu, shape, chunks, host) as copies:
         for way in (OUT, IN):
             copy = copies.paged(way, chunks)
             await copy()
