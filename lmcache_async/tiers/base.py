@@ -18,7 +18,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore
-from lmcache_async.tiers.results import check_flag, read_results, run_each, set_read_result, set_write_result
+from lmcache_async.tiers.results import call_each, check_flag
 from lmcache_async.types import ChunkKey
 
 Allocate: TypeAlias = Callable[[int], Awaitable[Buffer]]
@@ -267,13 +267,9 @@ class Tier(ABC, Generic[ConfigT]):
         Returns:
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
         """
-        with read_results(len(keys)) as results:
-            await run_each(
-                range(len(keys)),
-                lambda index: set_read_result(results, index, self.get(keys[index], allocate)),
-                min(len(keys), self.capabilities.max_concurrency),
-            )
-        return results
+        return await call_each(
+            "get", keys, lambda key: self.get(key, allocate), self.capabilities.max_concurrency
+        )
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
         """Call `put` for each item; the results are in the order of `items`.
@@ -281,13 +277,7 @@ class Tier(ABC, Generic[ConfigT]):
         Returns:
             For each item None if it was stored, else the error.
         """
-        results: list[TierError | None] = [None] * len(items)
-        await run_each(
-            range(len(items)),
-            lambda index: set_write_result(results, index, self.put(*items[index])),
-            min(len(items), self.capabilities.max_concurrency),
-        )
-        return results
+        return await call_each("put", items, lambda item: self.put(*item), self.capabilities.max_concurrency)
 
     async def remove(self, key: ChunkKey) -> bool:
         """Delete the chunk. Return whether it was stored; False if the tier does not support removal."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from lmcache_async.logging import describe
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import is_ending, running_task
 
+S = TypeVar("S")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
@@ -67,17 +68,17 @@ def read_results(count: int) -> Iterator[list[ReadResult]]:
         raise
 
 
-async def set_read_result(results: list[ReadResult], position: int, read: Awaitable[Buffer | None]) -> None:
-    """Store the result or the error of one read at its position."""
+async def result_of(verb: str, call: Awaitable[T]) -> T | TierError:
+    """Return the result of a call for one chunk, or its error, of whatever type."""
     task = running_task()
     try:
-        results[position] = await read
-    except BudgetExceededError as error:  # the chunks that got memory are usable
-        results[position] = no_memory(error)
+        return await call
     except BaseException as error:  # also SystemExit, which would end the event loop
         if is_ending(error, task):
             raise
-        results[position] = error if isinstance(error, TierError) else ContractError.of("get", error)
+        if verb == "get" and isinstance(error, BudgetExceededError):
+            return no_memory(error)  # the chunks that got memory are usable
+        return error if isinstance(error, TierError) else ContractError.of(verb, error)
 
 
 async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
@@ -97,15 +98,21 @@ async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], wor
         raise ContractError("a call for one chunk cancelled its own task")
 
 
-async def set_write_result(results: list[TierError | None], position: int, write: Awaitable[None]) -> None:
-    """Store the error of one write, of whatever type, at its position."""
-    task = running_task()
+async def call_each(
+    verb: str, items: Sequence[S], call: Callable[[S], Awaitable[T]], workers: int
+) -> list[T | TierError]:
+    """Return `result_of` the call for each item. If cancelled, the buffers among the results are released."""
+    results: list[Any] = [None] * len(items)
+
+    async def one(position: int) -> None:
+        results[position] = await result_of(verb, call(items[position]))
+
     try:
-        await write
-    except BaseException as error:  # as in `set_read_result`
-        if is_ending(error, task):
-            raise
-        results[position] = error if isinstance(error, TierError) else ContractError.of("put", error)
+        await run_each(range(len(items)), one, min(len(items), workers))
+    except BaseException:
+        release_results(results)
+        raise
+    return results
 
 
 def unwrap(result: ReadResult) -> Buffer | None:

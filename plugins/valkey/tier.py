@@ -21,7 +21,7 @@ from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, enc
 from lmcache_async.plugins.valkey.topology import Topology, make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
-from lmcache_async.tiers.results import read_results, run_each, set_read_result, set_write_result
+from lmcache_async.tiers.results import read_results, result_of, run_each
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         with read_results(len(keys)) as results, self._call() as topology:
 
             async def one(position: int) -> None:
-                await set_read_result(results, position, self._get(topology, keys[position], allocate))
+                results[position] = await result_of("get", self._get(topology, keys[position], allocate))
 
             await self._by_node(topology, keys, results, one)
         return results
@@ -88,7 +88,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         with self._call() as topology:
 
             async def one(position: int) -> None:
-                await set_write_result(results, position, self._put(topology, *items[position]))
+                results[position] = await result_of("put", self._put(topology, *items[position]))
 
             await self._by_node(topology, [key for key, _ in items], results, one)
         return results
