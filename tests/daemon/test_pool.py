@@ -107,6 +107,16 @@ def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
     assert held(pool) == [4, 5, 6]
 
 
+def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
+    pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=4 * PAGE)})
+    put(pool, range(8))
+    assert put(pool, range(20), "u") == list(range(20))
+
+    assert held(pool) == [4, 5, 6, 7]
+    assert put(pool, [30], "u", pages=7) == []
+    assert held(pool) == [4, 5, 6, 7]
+
+
 def test_records_of_a_tenant_at_its_reservation_are_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan of all records for each refused one would block the daemon for seconds."""
     pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=8 * PAGE)})

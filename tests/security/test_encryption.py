@@ -95,6 +95,14 @@ def test_no_two_records_share_a_byte_of_key_stream():
     assert len({secret[ENVELOPE_BYTES : ENVELOPE_BYTES + 32] for secret in secrets}) == 200
 
 
+@pytest.mark.parametrize("cut", [1, 4096])
+def test_a_record_that_was_cut_or_grew_is_a_miss(cut):
+    secret, cipher = encrypted(sealed(b"p" * 9000), RecordCipher([ONE])), RecordCipher([ONE])
+
+    assert cause_of(secret[:-cut], cipher) == "length"
+    assert cause_of(memoryview(bytearray(bytes(secret) + bytes(cut))), cipher) == "length"
+
+
 def test_another_chunks_record_is_a_miss():
     secret = encrypted(sealed(), RecordCipher([ONE]))
 

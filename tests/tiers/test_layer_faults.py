@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -186,6 +187,13 @@ async def test_a_seed_has_the_same_faults_again_and_another_seed_has_others(aren
 
     assert await story(1) == await story(1)
     assert await story(1) != await story(2)
+
+
+async def test_the_random_source_can_be_given(arena):
+    options = FaultsConfig(error=0.5)
+    tiers = [LayeredTier(filled(), FaultsLayer(options, context(), dice=random.Random(9))) for _ in range(2)]
+
+    assert await get_all(tiers[0], arena) == await get_all(tiers[1], arena)
 
 
 async def test_a_warning_before_the_tier_opens_names_the_layer_and_its_options(arena, caplog):

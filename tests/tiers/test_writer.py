@@ -196,6 +196,18 @@ async def test_a_flush_with_a_blocked_tier_returns_false_at_its_deadline(arena):
         assert await writer.flush(timeout_s=5)
 
 
+async def test_closing_writes_the_queue(arena):
+    tier = DictTier()
+    writer = open_writer(tier, call_bytes=10)
+    with leased_items(arena, [10] * 6) as items:
+        futures = await writer.submit(items, timeout_s=0)
+
+    await writer.aclose(timeout_s=5)
+
+    assert results_of(futures) == [None] * 6
+    assert len(tier.records) == 6
+
+
 async def test_closing_with_a_parked_tier_drops_the_rest_within_the_deadline(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, call_bytes=10)
