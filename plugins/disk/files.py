@@ -6,6 +6,7 @@ traceback would keep views of a slab alive.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import heapq
@@ -15,6 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
@@ -239,28 +241,46 @@ class RecordFiles:
             self._durable_folders.add(shard)
 
 
-class _Read(Future[int]):
-    """The read of one record: a future of the size of the record. The lock of `RecordReads` guards its attributes.
+class ReadBatch:
+    """The reads of one call: started on the event loop, read by threads of `RecordReads`.
 
     Attributes:
-        order: Number of the call, and of the read.
-        view: The memory; None when the read has ended or is cancelled, so that nothing refers to it.
-        gapless_bytes: Bytes that were read from the start of the file.
+        outcomes: By position, the size of the record, or why it was not read. Withdrawn reads have none.
+        ended: Done when no thread reads for the call, after `RecordReads.close_batch`.
     """
 
-    def __init__(self, order: tuple[int, int], key: ChunkKey, view: memoryview) -> None:
-        super().__init__()
-        self.order = order
-        self.key = key
-        self.view: memoryview | None = view
-        self.descriptor = -1
-        self.piece_bytes = self.unfinished = self.gapless_bytes = 0
-        self.error: Exception | None = None
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.outcomes: dict[int, int | Exception] = {}
+        self.running: dict[int, _Read] = {}
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
 
-    def cancel(self) -> bool:
-        if cancelled := super().cancel():
-            self.view = None
-        return cancelled
+    def notify_ended(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.set_ended)
+
+    def set_ended(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """The read of one record. Its state is guarded by the lock of `RecordReads`."""
+
+    batch: ReadBatch
+    position: int
+    order: tuple[int, int]  # priority of the batch, arrival
+    key: ChunkKey
+    view: memoryview | None  # None when the read has ended, so that no thread refers to the memory
+    begun: bool = False
+    descriptor: int = -1
+    piece_bytes: int = 0
+    unfinished: int = 0
+    gapless_bytes: int = 0  # from the start of the file
+    error: Exception | None = None
 
 
 _OPEN = -1  # in place of the start of a piece: open the file
@@ -282,28 +302,40 @@ class RecordReads:
         self._threads = threads
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()
+        self._batches = itertools.count()
         self._arrivals = itertools.count()
         # A heap of pieces that no thread has begun: order of the read, start of the piece, read.
         self._waiting: list[tuple[tuple[int, int], int, _Read]] = []
         self._workers: set[object] = set()
 
-    def start(self, call: int, key: ChunkKey, view: memoryview) -> Future[int]:
-        """Read a record into `view`, which has the size of its file, as soon as a thread is free.
+    def open_batch(self) -> ReadBatch:
+        """Return the batch of a new call. It has a lower priority than those of older calls."""
+        return ReadBatch(next(self._batches))
 
-        Reads for a `call` with a lower number are first. The future has the size of the record; it can be cancelled
-        until a thread has begun the read.
-        """
-        read = _Read((call, next(self._arrivals)), key, view)
+    def start(self, batch: ReadBatch, position: int, key: ChunkKey, view: memoryview) -> None:
+        """Read a record into `view`, which has the size of its file, as soon as a thread is free."""
+        read = _Read(batch, position, (batch.priority, next(self._arrivals)), key, view)
         with self._lock:
+            batch.running[position] = read
             heapq.heappush(self._waiting, (read.order, _OPEN, read))
         try:
             self._add_worker()
-        except Exception as error:
-            if read.cancel():  # else a thread has begun it
-                if isinstance(error, RuntimeError):
-                    raise _closed(error) from error
-                raise
-        return read
+        except RuntimeError as error:
+            raise _closed(error) from error
+
+    def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
+        """Note that no read will be added. Return the positions of the reads that were withdrawn.
+
+        With `withdraw`, those that no thread has begun are.
+        """
+        with self._lock:
+            batch.closed = True
+            withdrawn = [at for at, read in batch.running.items() if withdraw and not read.begun]
+            for position in withdrawn:
+                batch.running.pop(position).view = None
+            if not batch.running:
+                batch.set_ended()
+        return withdrawn
 
     def _add_worker(self) -> None:
         """Start a thread if fewer than allowed are reading. If that fails, the others read all pieces."""
@@ -336,7 +368,8 @@ class RecordReads:
         with self._lock:
             while self._waiting:
                 _, start, read = heapq.heappop(self._waiting)
-                if start != _OPEN or read.set_running_or_notify_cancel():
+                if read.view is not None:  # not withdrawn
+                    read.begun = True
                     return read, start
             self._workers.discard(worker)
             return None
@@ -383,12 +416,16 @@ class RecordReads:
             self._finish(read)
 
     def _finish(self, read: _Read) -> None:
+        """Store the outcome of a read, of whose memory no thread has a view any more."""
+        batch = read.batch
         outcome = _outcome(read)
-        read.view = None  # no thread has a view of the memory when the future is done
-        if isinstance(outcome, int):
-            read.set_result(outcome)
-        else:
-            read.set_exception(outcome)
+        read.view = None
+        with self._lock:
+            del batch.running[read.position]
+            batch.outcomes[read.position] = outcome
+            ended = batch.closed and not batch.running
+        if ended:
+            batch.notify_ended()
 
 
 def _outcome(read: _Read) -> int | Exception:

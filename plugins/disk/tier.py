@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import functools
-import itertools
 import logging
 import mmap
 import os
@@ -30,7 +29,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.memory.record import PIECE_BYTES
-from lmcache_async.memory.threads import run_shielded, wait_ended
+from lmcache_async.memory.threads import run_shielded, wait_done, wait_ended
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import NO_SPACE, RecordDirectory, detect_direct
 from lmcache_async.plugins.disk.files import (
@@ -235,7 +234,6 @@ class RecordStore:
         self._reads = RecordReads(self._files, threads.reads, config.io_threads)
         self._logger = LimitedLogger(logger)
         self._locks = KeyLocks()
-        self._calls = itertools.count()  # of `read`
 
     @classmethod
     async def open(cls, config: DiskConfig, max_record_bytes: int) -> RecordStore:
@@ -306,10 +304,8 @@ class RecordStore:
         stamps = self.index.restamp(keys)
         pool = self._threads.stamps
         stamped = [self._threads.start(self._files.set_stamps, stamps, pool=pool)] if stamps else []
-        call = next(self._calls)
+        batch = self._reads.open_batch()
         entries: dict[int, Entry] = {}
-        reads: dict[int, Future[int]] = {}
-        failed: dict[int, BaseException] = {}
         reading: list[ChunkKey] = []
 
         def drop(position: int) -> None:
@@ -323,7 +319,7 @@ class RecordStore:
                     continue
                 entries[position] = entry
                 if entry.nbytes > self._max_record_bytes:
-                    failed[position] = too_long(key, entry.nbytes, self._max_record_bytes)
+                    batch.outcomes[position] = too_long(key, entry.nbytes, self._max_record_bytes)
                     continue
                 self.index.begin_reading(key)
                 reading.append(key)
@@ -332,29 +328,30 @@ class RecordStore:
                 except BudgetExceededError as error:  # the chunks that got memory are usable
                     results[position] = no_memory(error)
                     break
-                reads[position] = self._reads.start(call, key, buffer.padded_view)
-            await wait_ended(*reads.values(), abandon=True)
+                self._reads.start(batch, position, key, buffer.padded_view)
+            self._reads.close_batch(batch)
+            await asyncio.wait([batch.ended])
         except BaseException:
-            for position, read in reads.items():
-                if read.cancel():  # no thread has begun it
-                    drop(position)
-            await wait_ended(*reads.values())
+            for position in self._reads.close_batch(batch, withdraw=True):
+                drop(position)
+            await wait_done(batch.ended)
             raise
         finally:
             for key in reading:
                 self.index.end_reading(key)
             await wait_ended(*stamped)
-        for position, read in reads.items():
-            if (failure := read.exception()) is not None:
+        for position, outcome in batch.outcomes.items():
+            result = results[position]
+            if isinstance(outcome, int):
+                assert isinstance(result, Buffer)
+                result.resize(outcome)
+                continue
+            if result is not None:
                 drop(position)
-                failed[position] = failure
-            elif isinstance(result := results[position], Buffer):
-                result.resize(read.result())
-        for position, failure in failed.items():
             try:
-                await self._drop_unreadable(keys[position], entries[position], failure)
-            except TierError as error:
-                results[position] = error
+                await self._drop_unreadable(keys[position], entries[position], outcome)
+            except TierError as failure:
+                results[position] = failure
 
     async def write(self, key: ChunkKey, buffer: Buffer) -> None:
         """Publish the record unless it exists. A running write of the same key is awaited first.
@@ -455,7 +452,7 @@ class RecordStore:
             await self._drop_unreadable(key, entry, error)
         return error
 
-    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: BaseException) -> None:
+    async def _drop_unreadable(self, key: ChunkKey, entry: Entry, error: Exception) -> None:
         """Remove a record that is missing or corrupt from the index. Raise any other error."""
         is_current = self.index.entry(key) is entry and key not in self._locks
         if isinstance(error, ChunkCorruptError):

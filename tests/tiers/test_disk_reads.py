@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from lmcache_async.errors import ChunkCorruptError, TierClosedError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
-from lmcache_async.memory.threads import WorkerPool, wait_ended
+from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.plugins.disk.files import (
     DiskThreads,
+    ReadBatch,
     RecordFiles,
     RecordReads,
     piece_size,
@@ -51,7 +52,6 @@ class Rig:
         self.pool = WorkerPool(THREADS)
         self.reads = RecordReads(self.files, self.pool, THREADS, PIECE)
         self.arena = Arena(1 << 20, 1 << 20, huge_pages=False, prefault=False)
-        self.started: dict[int, Future[int]] = {}
 
     def add(self, number: int, pieces: int) -> bytes:
         with record(self.arena, number, pieces * PIECE - PAGE) as buffer:
@@ -59,18 +59,17 @@ class Rig:
             assert self.files.write(key_of(number), buffer.padded_view, 0) is None
         return content
 
-    def start(self, number: int, nbytes: int, *, call: int = 0) -> memoryview:
+    def start(self, batch: ReadBatch, number: int, nbytes: int) -> memoryview:
         memory = memoryview(bytearray(nbytes))
-        self.started[number] = self.reads.start(call, key_of(number), memory)
+        self.reads.start(batch, number, key_of(number), memory)
         return memory
 
-    async def end(self) -> dict[int, int | BaseException]:
-        """Wait for all reads. Return the size or the error of each that was not cancelled."""
+    async def end(self, *batches: ReadBatch) -> dict[int, int | Exception]:
         async with asyncio.timeout(WAIT_S):
-            await wait_ended(*self.started.values())
-        ended = {number: read for number, read in self.started.items() if not read.cancelled()}
-        self.started.clear()
-        return {number: read.exception() or read.result() for number, read in ended.items()}
+            for batch in batches:
+                self.reads.close_batch(batch)
+                await batch.ended
+        return {number: outcome for batch in batches for number, outcome in batch.outcomes.items()}
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -136,12 +135,13 @@ def test_the_page_of_a_record_s_header_is_not_a_piece_of_its_own(payload, count)
 
 
 async def test_each_record_gets_its_own_bytes(rig):
+    batches = [rig.reads.open_batch() for _ in range(2)]
     content = {number: rig.add(number, 1 + number % 4) for number in range(12)}
     memory = {
-        number: rig.start(number, len(content[number]), call=number % 2) for number in reversed(range(12))
+        number: rig.start(batches[number % 2], number, len(content[number])) for number in reversed(range(12))
     }
 
-    outcomes = await rig.end()
+    outcomes = await rig.end(*batches)
 
     assert all(0 < outcomes[number] <= len(content[number]) for number in range(12))
     assert {number: bytes(view) for number, view in memory.items()} == content
@@ -149,14 +149,15 @@ async def test_each_record_gets_its_own_bytes(rig):
 
 async def test_a_file_that_is_truncated_while_it_is_read_is_corrupt(rig, monkeypatch):
     log = Log(monkeypatch, rig)
+    batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 6))
-    rig.start(1, nbytes)
+    rig.start(batch, 1, nbytes)
     await log.wait(THREADS)
     path = rig.directory.root / rig.directory.record_name(key_of(1))
     path.write_bytes(path.read_bytes()[: 2 * PIECE + 100])
     log.opened.set()
 
-    outcome = (await rig.end())[1]
+    outcome = (await rig.end(batch))[1]
 
     assert isinstance(outcome, ChunkCorruptError)
     assert f"{2 * PIECE + 100} bytes were read of {nbytes}" in str(outcome)
@@ -164,16 +165,17 @@ async def test_a_file_that_is_truncated_while_it_is_read_is_corrupt(rig, monkeyp
 
 async def test_one_record_is_read_by_all_threads_and_by_no_more(rig, monkeypatch):
     log = Log(monkeypatch, rig)
+    batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 8))
     rig.add(2, 8)
 
-    rig.start(1, nbytes)
+    rig.start(batch, 1, nbytes)
     await log.wait(THREADS)
-    rig.start(2, nbytes)
+    rig.start(batch, 2, nbytes)
     begun = sorted(log.pieces)
     log.opened.set()
 
-    assert len(await rig.end()) == 2
+    assert len(await rig.end(batch)) == 2
     assert begun == [(1, piece) for piece in range(THREADS)]
     assert sorted(log.pieces) == [(number, piece) for number in (1, 2) for piece in range(8)]
 
@@ -181,20 +183,21 @@ async def test_one_record_is_read_by_all_threads_and_by_no_more(rig, monkeypatch
 async def test_records_of_the_oldest_call_are_read_first(rig, monkeypatch):
     log = Log(monkeypatch, rig)
     rig.reads = RecordReads(rig.files, rig.pool, 1, PIECE)
+    older, newer = rig.reads.open_batch(), rig.reads.open_batch()
     nbytes = [len(rig.add(number, 3)) for number in range(4)]
 
-    rig.start(0, nbytes[0], call=1)
+    rig.start(newer, 0, nbytes[0])
     await log.wait(1)
-    for call, number in ((1, 1), (0, 2), (0, 3)):
-        rig.start(number, nbytes[number], call=call)
+    for batch, number in ((newer, 1), (older, 2), (older, 3)):
+        rig.start(batch, number, nbytes[number])
     log.opened.set()
-    await rig.end()
+    await rig.end(older, newer)
 
     assert [number for number, _ in log.pieces] == [0, 2, 2, 2, 3, 3, 3, 0, 0, 1, 1, 1]
 
 
 async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(rig, monkeypatch):
-    submit = rig.pool.submit
+    submit, batch = rig.pool.submit, rig.reads.open_batch()
     content = rig.add(1, 5)
 
     def submit_from_the_loop(call: Callable[..., object], *args: object) -> object:
@@ -203,15 +206,16 @@ async def test_one_thread_reads_all_pieces_if_no_other_can_be_started(rig, monke
         return submit(call, *args)
 
     monkeypatch.setattr(rig.pool, "submit", submit_from_the_loop)
-    memory = rig.start(1, len(content))
+    memory = rig.start(batch, 1, len(content))
 
-    assert isinstance((await rig.end())[1], int)
+    assert isinstance((await rig.end(batch))[1], int)
     assert bytes(memory) == content
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError("none left")])
 async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(rig, monkeypatch, error):
     log = Log(monkeypatch, rig)
+    batch = rig.reads.open_batch()
     nbytes = len(rig.add(1, 6))
     rig.add(2, 6)
 
@@ -222,15 +226,15 @@ async def test_an_error_is_that_of_its_own_record_whichever_thread_reads_it(rig,
     log.fail = fail
     log.opened.set()
     for number in (1, 2):
-        rig.start(number, nbytes)
-    outcomes = await rig.end()
+        rig.start(batch, number, nbytes)
+    outcomes = await rig.end(batch)
 
     assert outcomes[1] is error
     assert isinstance(outcomes[2], int)
 
 
 async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(rig, monkeypatch):
-    close = os.close
+    close, batch = os.close, rig.reads.open_batch()
     nbytes = len(rig.add(1, 3))
 
     def fail(descriptor: int) -> None:
@@ -239,9 +243,9 @@ async def test_a_file_that_cannot_be_closed_is_an_error_of_its_read(rig, monkeyp
             raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(disk_files.os, "close", fail)
-    rig.start(1, nbytes)
+    rig.start(batch, 1, nbytes)
 
-    assert isinstance((await rig.end())[1], OSError)
+    assert isinstance((await rig.end(batch))[1], OSError)
 
 
 async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(rig, monkeypatch):
@@ -249,9 +253,10 @@ async def test_a_read_whose_pieces_cannot_be_planned_has_an_error(rig, monkeypat
         raise MemoryError("none left")
 
     monkeypatch.setattr(disk_files, "piece_size", fail)
-    rig.start(1, len(rig.add(1, 3)))
+    batch = rig.reads.open_batch()
+    rig.start(batch, 1, len(rig.add(1, 3)))
 
-    assert isinstance((await rig.end())[1], MemoryError)
+    assert isinstance((await rig.end(batch))[1], MemoryError)
 
 
 async def test_running_threads_read_a_record_for_which_no_other_can_be_started(rig, monkeypatch):
@@ -268,24 +273,25 @@ async def test_running_threads_read_a_record_for_which_no_other_can_be_started(r
         return calls[-1]
 
     monkeypatch.setattr(rig.pool, "submit", submit_and_fail)
-    rig.start(0, nbytes[0])
+    batch, later = rig.reads.open_batch(), rig.reads.open_batch()
+    rig.start(batch, 0, nbytes[0])
     await log.wait(1)
     fails = True
-    rig.start(1, nbytes[1])
+    rig.start(batch, 1, nbytes[1])
     fails = False
     log.opened.set()
-    outcomes = await rig.end()
+    outcomes = await rig.end(batch)
     await asyncio.gather(*map(asyncio.wrap_future, calls))
 
     log.opened.clear()
     log.begun = threading.Semaphore(0)
     calls.clear()
     for number in (2, 3):
-        rig.start(number, nbytes[number])
+        rig.start(later, number, nbytes[number])
     await log.wait(2)
     num_threads = len(calls)
     log.opened.set()
-    await rig.end()
+    await rig.end(later)
 
     assert [type(outcome) for outcome in outcomes.values()] == [int, int]
     assert num_threads == 2
@@ -293,25 +299,27 @@ async def test_running_threads_read_a_record_for_which_no_other_can_be_started(r
 
 async def test_reads_that_no_thread_has_begun_are_withdrawn(rig, monkeypatch):
     log = Log(monkeypatch, rig)
+    batch, other = rig.reads.open_batch(), rig.reads.open_batch()
     nbytes = len(rig.add(1, 8))
     rig.add(2, 8)
     rig.add(3, 8)
-    rig.start(1, nbytes)
+    rig.start(batch, 1, nbytes)
     await log.wait(THREADS)
-    rig.start(2, nbytes)
-    rig.start(3, nbytes)
+    rig.start(batch, 2, nbytes)
+    rig.start(other, 3, nbytes)
 
-    assert [rig.started[number].cancel() for number in (1, 2)] == [False, True]
+    assert rig.reads.close_batch(batch, withdraw=True) == [2]
+    assert not batch.ended.done()
     log.opened.set()
-    assert set(await rig.end()) == {1, 3}
+    assert set(await rig.end(batch, other)) == {1, 3}
 
 
 async def test_reads_started_before_the_end_are_read(rig):
-    threads, blocked = DiskThreads(1), threading.Event()
+    threads, batch, blocked = DiskThreads(1), rig.reads.open_batch(), threading.Event()
     rig.reads = RecordReads(rig.files, threads.reads, 1, PIECE)
     nbytes = len(rig.add(1, 3))
     threads.start(blocked.wait, WAIT_S, pool=threads.reads)
-    rig.start(1, nbytes)
+    rig.start(batch, 1, nbytes)
     ended = threading.Event()
     threads.close_later(ended.set)
     with contextlib.suppress(TierClosedError):
@@ -319,21 +327,25 @@ async def test_reads_started_before_the_end_are_read(rig):
             threads.start(int, pool=threads.reads)
     blocked.set()
 
-    assert isinstance((await rig.end())[1], int)
+    assert isinstance((await rig.end(batch))[1], int)
     assert await asyncio.to_thread(ended.wait, WAIT_S)
 
 
 async def test_a_read_after_the_end_is_refused(rig):
+    batch = rig.reads.open_batch()
     rig.pool.shutdown()
 
     with pytest.raises(TierClosedError):
-        rig.start(1, PAGE)
+        rig.start(batch, 1, PAGE)
+    assert rig.reads.close_batch(batch, withdraw=True) == [1]
+    assert batch.ended.done()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_no_memory_is_held_when_the_reads_have_ended(rig, monkeypatch, fails):
     log = Log(monkeypatch, rig)
     log.opened.set()
+    batch = rig.reads.open_batch()
     for number in range(4):
         nbytes = len(rig.add(number, 5))
 
@@ -348,9 +360,9 @@ async def test_no_memory_is_held_when_the_reads_have_ended(rig, monkeypatch, fai
         memories = [np.zeros(nbytes, np.uint8) for _ in range(4)]
         gone = [weakref.ref(memory) for memory in memories]
         for number, memory in enumerate(memories):
-            rig.started[number] = rig.reads.start(0, key_of(number), memory.data)
+            rig.reads.start(batch, number, key_of(number), memory.data)
         del memory, memories
-        outcomes = await rig.end()
+        outcomes = await rig.end(batch)
         assert [ref() for ref in gone] == [None] * 4
         assert [isinstance(outcome, OSError) for outcome in outcomes.values()] == [fails] * 4
     finally:
