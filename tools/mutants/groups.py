@@ -52,14 +52,14 @@ GROUPS = (
         f"{VLLM}/scheduler.py",
         "            if group.state:\n",
         "            if False:\n",
-        TEST_PINS,
+        TEST_SCHEDULER,
     ),
     Mutation(
         "groups: states are stored that vLLM did not offer for all groups",
         f"{VLLM}/scheduler.py",
         "if group.index in states else []",
         "if group.index in states else blocks[group.index][start:stop]",
-        TEST_PINS,
+        TEST_SCHEDULER,
     ),
     Mutation(
         "groups: vLLM's longer common prefix is replaced",

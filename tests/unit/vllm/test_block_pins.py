@@ -64,33 +64,3 @@ def test_a_boundary_is_stored_only_while_its_whole_window_exists(
 
     assert added == stored
     assert pins.pinned_blocks == (3 if stored else 0)
-
-
-@pytest.mark.parametrize("offered", [(1, 2), (1,), ()])
-def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers(
-    pool: BlockPool, pins: BlockPins, offered: tuple[int, ...]
-):
-    """The block table has another block at that position. A boundary without the state of every group is useless."""
-    groups = (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN"))
-    queue = queue_of(pins, *groups)
-    full, *tables = (pool.get_new_blocks(5) for _ in groups)
-    states = {group: pool.get_new_blocks(1)[0] for group in offered}
-    ids = {group: block.block_id for group, block in states.items()}
-
-    added = queue.add_boundary(1, TRACKER, 80, [full, *tables], states=ids, epoch=0, now=0.0)
-
-    assert added == (offered == (1, 2))
-    assert all(block.ref_cnt == (2 if added else 1) for block in states.values())
-    assert all(block.ref_cnt == 1 for table in (full, *tables) for block in table)
-
-
-def test_a_recurrent_state_in_a_free_block_is_not_stored(pool: BlockPool, pins: BlockPins):
-    groups = (KVGroup(0, 16), KVGroup(1, 16, state="GDN"))
-    queue = queue_of(pins, *groups)
-    table = pool.get_new_blocks(5)
-    [state] = pool.get_new_blocks(1)
-    pool.free_blocks([state])
-
-    states = {1: state.block_id}
-    assert not queue.add_boundary(1, TRACKER, 80, [table, table], states=states, epoch=0, now=0.0)
-    assert state.ref_cnt == 0

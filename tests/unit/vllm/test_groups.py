@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
     ExternalCachedBlockPool,
@@ -92,31 +91,36 @@ def records_at(keys: RequestKeys, group: KVGroup, boundary: int) -> dict[bytes, 
     return {name: blocks_of(group, *span) for name, span in zip(names, spans, strict=True)}
 
 
-def records_of_chunks(
-    keys: RequestKeys, groups: list[KVGroup], count: int
-) -> dict[bytes, set[tuple[int, bytes]]]:
-    """Return the records of this many chunks in the groups of full attention, and the blocks in each of them."""
-    found = {}
+def records_of_prompt(groups: list[KVGroup], num_tokens: int) -> dict[bytes, set[tuple[int, bytes]]]:
+    """Return the records of a prompt in the groups of full attention, and the blocks in each of them.
+
+    The last one may be a partial chunk.
+    """
+    keys = opened_keys(range(num_tokens), roots=[ROOT], groups=groups)
+    count, found = num_tokens // CHUNK, {}
+    spans = [(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in range(count)]
+    leading = keys.packed_keys(0, count)
+    if keys.tail is not None:
+        spans.append((keys.tail.start, keys.tail.start + keys.tail.num_tokens))
+        leading = (leading[0] + keys.tail.keys[0],)
     for position, group in enumerate(full_groups(groups)):
-        leading = keys.packed_keys(0, count)
         names = unpack_keys((keys.chunk_keys(group, leading) if position else leading)[0])
-        spans = ((chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in range(count))
         found |= {name: blocks_of(group, *span) for name, span in zip(names, spans, strict=True)}
     return found
 
 
 @given(groups=models(), num_tokens=st.integers(1, 60), data=st.data())
 def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, num_tokens, data):
-    """Any of the chunks, and any of the records for up to three boundaries, may have been evicted.
+    """A prompt of the same tokens was stored, and the other groups at up to three boundaries. Any record may be evicted.
 
     For each position the coordinator says whether a request can continue there with the chunks and the records for this
     position. Records for two positions are not combined.
     """
     keys, unit = opened_keys(range(num_tokens), roots=[ROOT] * 2, groups=groups), block_size_of(groups)
-    count = data.draw(st.integers(0, num_tokens // CHUNK), label="chunks")
+    earlier = data.draw(st.integers(0, num_tokens), label="tokens of the stored prompt")
     positions = st.integers(1, 30).map(lambda units: unit * units).filter(lambda each: each <= num_tokens)
     boundaries = data.draw(st.sets(positions, max_size=3) if num_tokens >= unit else st.just(set()))
-    stored = records_of_chunks(keys, groups, count)
+    stored = records_of_prompt(groups, earlier)
     at_boundary: dict[int, list[bytes]] = {}
     for boundary in boundaries:
         for group in groups:
@@ -141,46 +145,12 @@ def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, n
     assert hit <= usable(groups, num_tokens, set().union(*(stored[name] for name in held)))
 
 
-@pytest.mark.parametrize("num_tokens", [2 * CHUNK + BLOCK, 4 * CHUNK], ids=["same prompt", "longer prompt"])
-@pytest.mark.parametrize("complete", [True, False])
-def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(
-    num_tokens: int, complete: bool
-) -> None:
-    groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
-    rank, keys, stored = (
-        Rank(),
-        opened_keys(range(num_tokens), roots=[ROOT], groups=groups),
-        opened_keys(range(2 * CHUNK + BLOCK), roots=[ROOT], groups=groups),
-    )
-    assert stored.tail is not None
-    store_chunks(rank, keys, groups, [2, 2])
-    rank.stored.update(stored.tail.keys)
-    if complete:
-        rank.stored.update(stored.chunk_keys(groups[1], stored.tail.keys))
-
-    answer = find(keys, groups, rank)
-
-    assert (answer.chunks, answer.partial_tokens) == (2, BLOCK if complete else 0)
-
-
 def test_costs_of_records_are_those_of_their_chunks() -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
     rank, keys = Rank(costs=((3, 1.0), (6, 4.0))), opened_keys(range(3 * CHUNK), roots=[ROOT], groups=groups)
     store_chunks(rank, keys, groups, [3, 3])
 
     assert find(keys, groups, rank).costs == ((1, 1.0), (3, 4.0))
-
-
-@pytest.mark.parametrize("with_full", [True, False], ids=["beside full attention", "in all layers"])
-def test_a_longer_prompt_continues_where_a_shorter_one_ended_inside_of_a_chunk(with_full: bool) -> None:
-    """Also if another prompt has stored the chunks after that position."""
-    window = KVGroup(int(with_full), BLOCK, window=5)
-    groups = [KVGroup(0, BLOCK), window] if with_full else [window]
-    rank, keys = Rank(), opened_keys(range(100), roots=[ROOT], groups=groups)
-    store_chunks(rank, keys, groups, [10] * with_full)
-    rank.stored.update(unpack_keys(keys.boundary_keys(window, 4 * CHUNK + BLOCK)[0]))
-
-    assert find(keys, groups, rank).hit_tokens(CHUNK) == 4 * CHUNK + BLOCK
 
 
 def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
@@ -192,14 +162,3 @@ def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
 
     assert find(keys, groups, rank).hit_tokens(CHUNK) == 5 * CHUNK
     assert rank.messages == 1
-
-
-def test_a_boundary_after_the_stored_prefix_is_no_hit() -> None:
-    """The partial chunk at the end was evicted, and the window before it was not."""
-    groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=9)]
-    rank, keys = Rank(), opened_keys(range(5 * CHUNK + 2 * BLOCK + 1), roots=[ROOT], groups=groups)
-    store_chunks(rank, keys, groups, [5])
-    for boundary in (5 * CHUNK + 2 * BLOCK, 4 * CHUNK):
-        rank.stored.update(unpack_keys(keys.boundary_keys(groups[1], boundary)[0]))
-
-    assert find(keys, groups, rank).hit_tokens(CHUNK) == 4 * CHUNK

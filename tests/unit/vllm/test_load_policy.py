@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.integration.vllm.load_policy import (
+    LOCAL,
     MIN_GAIN,
+    NO_PREFIX,
     Hit,
     LoadPolicy,
     PrefillClock,
@@ -20,18 +22,11 @@ from lmcache_async.integration.vllm.load_policy import (
 )
 
 CHUNK = 100
-
-
-class Time:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+REASONS = {"miss": NO_PREFIX, "local": LOCAL}
 
 
 def decider(tokens_per_s=1000.0, **options):
-    return LoadPolicy(PrefillClock(Time(), tokens_per_s), CHUNK, **options)
+    return LoadPolicy(PrefillClock(lambda: 0.0, tokens_per_s), CHUNK, **options)
 
 
 def costs_of(*runs):
@@ -47,21 +42,23 @@ runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
 
 
 @pytest.mark.parametrize(
-    ("costs", "chosen", "decided"),
+    ("costs", "chosen", "decided", "why"),
     [
-        ([(10, 0.01)], 1000, "load"),
-        ([(10, 1.5)], 0, "recompute"),  # computing 1000 tokens takes a second
-        ([(10, 1.02)], 1000, "load"),  # not worth the device time
-        ([(4, 0.01), (6, 5.0)], 400, "partial"),
-        ([(4, 5.0), (6, 0.01)], 0, "recompute"),  # a hit has no holes
-        ([(4, 0.5), (6, 0.01)], 1000, "load"),  # a slow beginning compensated by the rest
-        ([], 1000, "load"),  # no speed of any tier is known
+        ([(10, 0.01)], 1000, "load", "0.011 s to the first token, 1.001 s without loading"),
+        ([(10, 1.5)], 0, "recompute", "1.001 s to the first token, 1.501 s with all 1000 tokens loaded"),
+        ([(10, 1.02)], 1000, "load", ""),  # not worth the device time
+        ([(4, 0.01), (6, 5.0)], 400, "partial", "5.011 s with all of the hit loaded, 1.001 s with nothing"),
+        ([(4, 5.0), (6, 0.01)], 0, "recompute", ""),  # a hit has no holes
+        ([(4, 0.5), (6, 0.01)], 1000, "load", ""),  # a slow beginning compensated by the rest
+        ([], 1000, "load", ""),  # no speed of any tier is known
     ],
 )
-def test_the_faster_choice_is_made_and_counted(costs, chosen, decided):
+def test_the_faster_choice_is_made_counted_and_explained(costs, chosen, decided, why):
     chooser = decider()
 
-    assert chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001)).tokens == chosen
+    verdict = chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001))
+    assert (verdict.tokens, verdict.decided) == (chosen, decided)
+    assert why in verdict.why
     assert chooser.counts == {decided: 1}
 
 
@@ -70,16 +67,32 @@ def test_vllms_own_hit_is_neither_loaded_nor_computed():
 
     assert decider().decide("r", Hit(slow, 1000, 400, 1001)).tokens == 1000
     assert decider().decide("r", Hit(costs_of((10, 9.0)), 1000, 400, 1001)).tokens == 400
+
+
+@pytest.mark.parametrize(
+    ("tokens", "local", "decided"), [(0, 0, "miss"), (0, 500, "miss"), (300, 400, "local")]
+)
+def test_a_hit_that_has_nothing_to_load_is_not_decided(tokens, local, decided):
     chooser = decider()
-    assert chooser.decide("r", Hit(slow, 300, 400, 1001)).tokens == 300
+    verdict = chooser.decide("r", Hit(costs_of((4, 5.0)), tokens, local, 1001))
+
+    assert (verdict.decided, verdict.tokens, verdict.why) == (decided, tokens, REASONS[decided])
     assert not chooser.counts
 
 
-def test_hits_are_loaded_with_policy_always_or_without_known_speeds():
+@pytest.mark.parametrize(
+    ("options", "promised", "why"),
+    [
+        ({"always": True}, False, "vllm.load_policy is always"),
+        ({}, True, "another vLLM has computed it for this one"),
+        ({"tokens_per_s": None}, False, "the prefill speed is not known yet"),
+    ],
+)
+def test_hits_that_are_loaded_whatever_they_cost(options, promised, why):
     hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
+    verdict = decider(**options).decide("r", hit, promised=promised)
 
-    assert decider(always=True).decide("r", hit).tokens == 1000
-    assert decider(tokens_per_s=None).decide("r", hit).tokens == 1000
+    assert (verdict.decided, verdict.tokens, verdict.why) == ("load", 1000, why)
 
 
 @given(runs, st.integers(0, 99), st.integers(0, 2500), st.integers(1, 500), st.floats(1, 1e5))

@@ -8,10 +8,11 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvloop
@@ -30,7 +31,13 @@ from lmcache_async.integration.vllm.lookup import (
     Query,
     RankConnection,
 )
-from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, socket_path
+from lmcache_async.integration.vllm.lookup_server import (
+    PROTOCOL,
+    Identity,
+    LookupServer,
+    socket_path,
+    unpack_keys,
+)
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
 
@@ -84,6 +91,7 @@ class Ranks:
         until: Callable[[Callable[[], bool]], None],
         groups: tuple[KVGroup, ...] = (),
     ) -> None:
+        self.client: Any = None
         self.until = until
         self.groups = groups
         self.engines = [KeySet(), KeySet()]
@@ -102,10 +110,16 @@ class Ranks:
             for root in self.roots
         ]
         self.servers: list[LookupServer] = []
-        self.client = LookupClient(
-            self.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, groups=groups
-        )
+        self.connect()
         self._answers: dict[str, Answer] = {}
+
+    def connect(self, paths: Sequence[Path | None] | None = None, **options: Any) -> None:
+        """Make the client, or another one with other options."""
+        if self.client is not None:
+            self.client.close(5.0)
+        sizes = {"chunk_size": CHUNK, "block_size": BLOCK}
+        given = {"lookup_timeout_s": 60.0, "groups": self.groups, **options}
+        self.client = LookupClient(self.paths if paths is None else paths, **sizes, **given)
 
     def serve(self, rank: int) -> None:
         engine = self.engines[rank]
@@ -124,9 +138,11 @@ class Ranks:
             self.loop.submit(server.aclose()).result()
         self.loop.close()
 
-    def ask(self, tokens: list[int], **options: object) -> Answer:
-        keys = RequestKeys("r", tokens, len(tokens), **options)  # type: ignore[arg-type]
-        return self.wait(self.client.ask(keys, len(tokens)))
+    def send(self, tokens: list[int], **options: Any) -> Lookup:
+        return self.client.ask(RequestKeys("r", tokens, len(tokens), **options), len(tokens))
+
+    def ask(self, tokens: list[int], **options: Any) -> Answer:
+        return self.wait(self.send(tokens, **options))
 
     def answer(self, lookup: Lookup) -> Answer | None:
         self._answers.update({one.lookup_id: one.answer for one in self.client.take_answers()})
@@ -136,23 +152,24 @@ class Ranks:
         self.until(lambda: self.answer(lookup) is not None)
         return self._answers[lookup.lookup_id]
 
-    def hold(self, rank: int, tokens: list[int], namespace: RequestNamespace | None = None) -> None:
-        """Add all chunks of these tokens to this rank, including the partial one at the end."""
-        root = (namespace or RequestNamespace()).root(self.roots[rank])
-        hasher = ChunkHasher(root, chunk_size=CHUNK)
-        self.engines[rank].keys.update(hasher.extend_keys(tokens))
-        self.engines[rank].keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
+    def hold(self, tokens: list[int], ranks: Sequence[int] = (0, 1)) -> None:
+        """Add all chunks of these tokens to these ranks, including the partial one at the end."""
+        for rank in ranks:
+            hasher = ChunkHasher(RequestNamespace().root(self.roots[rank]), chunk_size=CHUNK)
+            self.engines[rank].keys.update(hasher.extend_keys(tokens))
+            self.engines[rank].keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
 
-    def hold_boundary(self, rank: int, tokens: list[int], boundary: int, *, but: int | None = None) -> None:
-        """Add the records of a boundary to this rank, except those of one group."""
+    def hold_boundary(self, tokens: list[int], boundary: int, ranks: Sequence[int] = (0, 1)) -> None:
+        """Add the records of a boundary to these ranks."""
         keys = RequestKeys("r", tokens, len(tokens))
         roots = [identity.group_roots for identity in self.identities]
         keys.open(self.roots, self.identities[0], "", group_roots=roots)
         keys.extend(len(tokens), lambda: None)
         for group in self.groups:
-            if not group.is_full and group.index != but:
-                packed = keys.boundary_keys(group, boundary)[rank]
-                self.engines[rank].keys.update(packed[at : at + 16] for at in range(0, len(packed), 16))
+            if not group.is_full:
+                for rank, packed in enumerate(keys.boundary_keys(group, boundary)):
+                    if rank in ranks:
+                        self.engines[rank].keys.update(unpack_keys(packed))
 
 
 @pytest.fixture
@@ -166,17 +183,6 @@ PROMPT = list(range(30))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def test_a_hit_is_the_prefix_that_every_rank_has(ranks: Ranks):
-    ranks.serve_all()
-    ranks.hold(0, PROMPT)
-    ranks.hold(1, PROMPT[:16])
-
-    answer = ranks.ask(PROMPT)
-
-    assert (answer.chunks, answer.partial_tokens) == (2, 0)
-    assert answer.pinned
-
-
 def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(ranks: Ranks):
     addresses = {}
     for rank, engine in enumerate(ranks.engines):
@@ -185,9 +191,8 @@ def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(
         ranks.servers.append(server)
         assert server.tcp_address is not None
         addresses[rank] = server.tcp_address
-        ranks.hold(rank, PROMPT[:16])
-    ranks.client.close(5.0)
-    ranks.client = LookupClient([None, None], chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0)
+        ranks.hold(PROMPT[:16], ranks=[rank])
+    ranks.connect([None, None])
     assert ranks.ask(PROMPT).chunks == 0  # not connected
 
     ranks.client.set_addresses(addresses)
@@ -198,9 +203,11 @@ def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(
 
 def test_chunks_in_memory_of_every_rank_are_resident(ranks: Ranks):
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
-    assert ranks.ask(PROMPT).resident
+    ranks.hold(PROMPT)
+    answer = ranks.ask(PROMPT)
+    assert (answer.chunks, answer.partial_tokens, answer.resident) == (3, 6, True)
+    assert answer.partial_keys[0] != answer.partial_keys[1]
+    assert answer.tiers == {"cpu": 3}
 
     ranks.engines[1].in_memory = False
     answer = ranks.ask(PROMPT)
@@ -210,11 +217,11 @@ def test_chunks_in_memory_of_every_rank_are_resident(ranks: Ranks):
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Ranks, until, in_memory: bool):
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT[:12])
-        ranks.engines[rank].partial_in_memory = in_memory
+    ranks.hold(PROMPT[:12])
+    for engine in ranks.engines:
+        engine.partial_in_memory = in_memory
 
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
     assert (answer.chunks, answer.partial_tokens, answer.resident) == (1, 4, in_memory)
 
@@ -222,46 +229,17 @@ def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Rank
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
-def test_a_full_hit_takes_the_partial_chunk_at_the_end_too(ranks: Ranks):
+def test_partial_chunks_that_differ_between_ranks_are_no_hit(ranks: Ranks):
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT[:12], ranks=[0])
+    ranks.hold(PROMPT[:10], ranks=[1])
 
-    answer = ranks.ask(PROMPT)
-
-    assert (answer.chunks, answer.partial_tokens) == (3, 6)
-    assert answer.partial_keys[0] != answer.partial_keys[1]
-    assert answer.tiers == {"cpu": 3}
-
-
-def test_a_partial_chunk_that_one_rank_lacks_is_no_hit(ranks: Ranks):
-    ranks.serve_all()
-    ranks.hold(0, PROMPT[:12])
-    ranks.hold(1, PROMPT[:10])
-
-    assert ranks.ask(PROMPT).partial_tokens == 0
-
-
-@pytest.mark.parametrize(
-    "namespace",
-    [
-        RequestNamespace(cache_salt="tenant"),
-        RequestNamespace(tags=(("team", "a"),)),
-        RequestNamespace(cache_salt="tenant", tags=(("team", "a"),)),
-    ],
-)
-def test_a_request_finds_only_what_its_own_namespace_stored(ranks: Ranks, namespace: RequestNamespace):
-    ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT, namespace)
-
-    assert ranks.ask(PROMPT).chunks == 0
-    assert ranks.ask(PROMPT, cache_salt=namespace.cache_salt, tags=namespace.tags).chunks == 3
+    assert ranks.ask(PROMPT).hit_tokens(CHUNK) == CHUNK
 
 
 def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
     ranks.serve(0)
-    ranks.hold(0, PROMPT)
+    ranks.hold(PROMPT, ranks=[0])
     chain = RequestKeys("r", PROMPT, len(PROMPT))
 
     assert ranks.answer(ranks.client.ask(chain, len(PROMPT))) is not None
@@ -275,14 +253,11 @@ def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
 def test_ranks_with_another_hash_key_or_chunk_size_are_not_asked(
     ranks: Ranks, until, ours: bytes, theirs: bytes, chunk_size: int
 ):
-    ranks.client.close(5.0)
     ranks.identities = [
         replace(one, algorithm="sha256", hash_key_id=hash_key_id(theirs)) for one in ranks.identities
     ]
     ranks.identities[1] = replace(ranks.identities[1], chunk_size=chunk_size)
-    ranks.client = LookupClient(
-        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, hash_key=ours
-    )
+    ranks.connect(hash_key=ours)
     for rank in (0, 1):
         ranks.serve(rank)
     until(lambda: all(rank.identity is not None for rank in ranks.client.ranks))
@@ -291,13 +266,10 @@ def test_ranks_with_another_hash_key_or_chunk_size_are_not_asked(
 
 
 def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
-    ranks.client.close(5.0)
     ranks.identities = [
         replace(one, algorithm="blake3", hash_key_id=hash_key_id(KEY)) for one in ranks.identities
     ]
-    ranks.client = LookupClient(
-        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, hash_key=KEY
-    )
+    ranks.connect(hash_key=KEY)
     for engine, root in zip(ranks.engines, ranks.roots, strict=True):
         hasher = ChunkHasher(
             RequestNamespace(cache_salt="s").root(root, "blake3", KEY),
@@ -316,31 +288,33 @@ def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
     assert ranks.ask(PROMPT, cache_salt="t").chunks == 0
 
 
-def test_a_late_answer_is_a_miss_and_leaves_no_pins(ranks: Ranks, until):
-    ranks.client.close(5.0)
-    ranks.client = LookupClient(ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=0.01)
+@pytest.mark.parametrize("late", [True, False], ids=["late", "abandoned"])
+def test_pins_of_an_answer_that_is_late_or_not_needed_are_released(ranks: Ranks, until, late: bool):
+    ranks.connect(lookup_timeout_s=0.01 if late else 60.0)
     ranks.serve_all()
-    ranks.hold(0, PROMPT)
+    ranks.hold(PROMPT, ranks=[0])
     ranks.engines[0].gate = threading.Event()
+    lookup = ranks.send(PROMPT)
 
-    assert ranks.ask(PROMPT).chunks == 0
+    if late:
+        assert ranks.wait(lookup).chunks == 0
+    else:
+        ranks.client.release(lookup, None)
     ranks.engines[0].gate.set()
+    ranks.wait(lookup)
     until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["late hit", "failed"])
 def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(ranks: Ranks, stored: bool):
     """A request repeats a lookup of a certain age. If that were the age of the query alone, a slow one would never end."""
-    ranks.client.close(5.0)
     time = [0.0]
-    ranks.client = LookupClient(
-        ranks.paths, chunk_size=CHUNK, block_size=BLOCK, lookup_timeout_s=60.0, clock=lambda: time[0]
-    )
+    ranks.connect(clock=lambda: time[0])
     ranks.serve_all()
     ranks.engines[0].broken = not stored
     queried, answers = threading.Event(), threading.Event()
     ranks.engines[0].gate = SimpleNamespace(wait=lambda: queried.set() or answers.wait())
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    lookup = ranks.send(PROMPT)
     assert queried.wait(60)
     time[0] = 5.0
     answers.set()
@@ -352,23 +326,10 @@ def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(ranks: Ranks, s
     ]
 
 
-def test_a_lookup_abandoned_before_its_answer_leaves_no_pins(ranks: Ranks, until):
-    ranks.serve_all()
-    ranks.hold(0, PROMPT)
-    ranks.engines[0].gate = threading.Event()
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
-
-    ranks.client.release(lookup, None)
-    ranks.engines[0].gate.set()
-
-    ranks.wait(lookup)
-    until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
-
-
 def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     ranks.serve_all()
-    ranks.hold(0, PROMPT)
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    ranks.hold(PROMPT, ranks=[0])
+    lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
 
     ranks.client.release(lookup, answer)
@@ -380,7 +341,7 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
 
 def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, monkeypatch):
     ranks.serve_all()
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
     posted = []
     monkeypatch.setattr(ranks.client, "_post", posted.append)
@@ -392,10 +353,9 @@ def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, 
 
 def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(ranks: Ranks, until):
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT)
     ranks.engines[1].broken = True
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
     until(lambda: ranks.engines[0].pins[lookup.lookup_id] > 0)
     assert answer.chunks == 0
@@ -409,8 +369,7 @@ def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(rank
 
 def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     ranks.serve_all()
-    ranks.hold(0, PROMPT)
-    ranks.hold(1, PROMPT)
+    ranks.hold(PROMPT)
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
     until(lambda: not ranks.client.connected)
     ranks.serve(1)
@@ -433,8 +392,7 @@ def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(r
     until(lambda: all(engine.cleared for engine in ranks.engines))
     until(lambda: ranks.client.ready)
 
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT)
     assert ranks.ask(PROMPT).chunks == 3
 
 
@@ -454,14 +412,13 @@ def test_an_unexpected_error_of_one_task_does_not_end_the_others(
     monkeypatch.setattr(RankConnection, "post", fail_once)
     ranks.serve_all()
     ranks.engines[0].gate = threading.Event()
-    lookup = ranks.client.ask(RequestKeys("r", PROMPT, len(PROMPT)), len(PROMPT))
+    lookup = ranks.send(PROMPT)
     ranks.client.release(lookup, None)  # unpinned by the task that waits for the answer
     ranks.engines[0].gate.set()
     ranks.wait(lookup)
     ranks.client.reset(memory_only=True)
     ranks.until(lambda: ranks.client.ready)
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT)
 
     assert ranks.ask(PROMPT).chunks == 3
     assert failed.is_set()
@@ -470,8 +427,7 @@ def test_an_unexpected_error_of_one_task_does_not_end_the_others(
 def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
     """Each answer reaches its own lookup, although others are sent and answered meanwhile."""
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT)
     turn = threading.Semaphore(0)
     ranks.engines[0].gate = SimpleNamespace(wait=turn.acquire)
     chains = [RequestKeys(f"r{number}", PROMPT[: 8 * number], 8 * number) for number in (1, 2, 3)]
@@ -515,8 +471,7 @@ def test_closed_connections_are_not_logged(
 
 def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
     ranks.serve_all()
-    for rank in (0, 1):
-        ranks.hold(rank, PROMPT)
+    ranks.hold(PROMPT)
     ranks.engines[1].gate = threading.Event()
 
     ranks.client.reset(memory_only=True)
@@ -583,21 +538,6 @@ def windows(socket_dir: Path, until) -> Iterator[Ranks]:
     made.close()
 
 
-def test_a_hit_ends_at_the_longest_boundary_that_every_group_has_on_every_rank(windows: Ranks):
-    windows.serve_all()
-    tokens = list(range(10 * CHUNK))
-    for rank in (0, 1):
-        windows.hold(rank, tokens)
-        windows.hold_boundary(rank, tokens, 3 * CHUNK)
-        windows.hold_boundary(rank, tokens, 5 * CHUNK)
-        windows.hold_boundary(rank, tokens, 6 * CHUNK, but=1 + rank)  # one group of each rank lacks it
-    windows.hold_boundary(0, tokens, 8 * CHUNK)  # only one rank has it
-
-    answer = windows.ask(tokens)
-
-    assert (answer.chunks, answer.boundary, answer.hit_tokens(CHUNK)) == (10, 5 * CHUNK, 5 * CHUNK)
-
-
 @pytest.mark.parametrize("boundary", [10 * CHUNK - 4, 5 * CHUNK], ids=["at the end", "before the end"])
 @pytest.mark.parametrize("where", ["in memory", "prefix not", "boundary not"])
 def test_a_hit_is_resident_if_every_group_is_in_memory_on_every_rank(
@@ -607,9 +547,8 @@ def test_a_hit_is_resident_if_every_group_is_in_memory_on_every_rank(
     windows.engines[1].in_memory = where != "prefix not"
     windows.engines[1].partial_in_memory = where != "boundary not"
     tokens = list(range(10 * CHUNK))
-    for rank in (0, 1):
-        windows.hold(rank, tokens)
-        windows.hold_boundary(rank, tokens, boundary)
+    windows.hold(tokens)
+    windows.hold_boundary(tokens, boundary)
 
     answer = windows.ask(tokens)
 
@@ -620,11 +559,11 @@ def test_leases_of_a_boundary_are_released(windows: Ranks):
     """Also if no record of full attention is leased, or if another rank lacks the boundary."""
     windows.serve_all()
     tokens = list(range(10 * CHUNK))
-    for rank in (0, 1):
-        windows.engines[rank].in_memory = False
-        windows.hold(rank, tokens)
-        windows.hold_boundary(rank, tokens, 5 * CHUNK)
-    windows.hold_boundary(0, tokens, 8 * CHUNK)
+    for engine in windows.engines:
+        engine.in_memory = False
+    windows.hold(tokens)
+    windows.hold_boundary(tokens, 5 * CHUNK)
+    windows.hold_boundary(tokens, 8 * CHUNK, ranks=[0])
 
     assert windows.ask(tokens).pinned
     windows.engines[0].partial_in_memory = windows.engines[1].partial_in_memory = False
@@ -634,9 +573,8 @@ def test_leases_of_a_boundary_are_released(windows: Ranks):
 def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ranks):
     windows.serve_all()
     tokens = [7] * (200 * CHUNK)
-    for rank in (0, 1):
-        windows.hold(rank, tokens)
-        windows.hold_boundary(rank, tokens, CHUNK)
+    windows.hold(tokens)
+    windows.hold_boundary(tokens, CHUNK)
 
     assert windows.ask(tokens).boundary == CHUNK
 

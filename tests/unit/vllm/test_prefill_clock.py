@@ -139,27 +139,40 @@ def test_a_pipeline_that_runs_empty_is_measured_between_one_prompt_alone_and_a_f
     assert 0.8 * RATE / stages <= engine.rate <= 1.2 * RATE
 
 
+ALONE, SLOW_FIRST = Step(2048, gap=1.0), Step(2048, factor=50, gap=1.0)
+FAST, SLOW = Step(2048, factor=0.25, gap=1.0), Step(2048, factor=4, gap=1.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ([Step(decodes=200), Step(decodes=200), Step(2048)] * 8, RATE),
+        ([FAST, SLOW] * 3 + [ALONE] * 3, RATE),
+        ([Step(200, factor=10, gap=1.0)] * 6 + [Step(4096, gap=1.0)], RATE),
+        ([SLOW_FIRST, *[ALONE] * (MIN_RUNS - 1)], RATE),
+        ([ALONE] * 20 + [SLOW] * 10, RATE / 4),
+    ],
+    ids=[
+        "between decodes",
+        "single fast and slow runs",
+        "long steps count more than short ones",
+        "a slow first step is forgotten",
+        "a change of the speed is followed",
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_rate_of_prompts(steps: list[Step], rate: float, depth: int):
+    engine = Engine(depth=depth)
+    engine.run(*steps)
+
+    assert engine.rate == pytest.approx(rate)
+
+
 def test_one_prompt_after_the_other_is_measured_with_the_time_to_fill_the_pipeline():
     engine = Engine(depth=2, stages=2)
     engine.run(*[Step(1000, gap=1.0)] * 5)
 
     assert engine.rate == pytest.approx(RATE / 2)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_prompts_between_decodes_are_measured_without_them(depth: int):
-    engine = Engine(depth=depth)
-    engine.run(*[Step(decodes=200), Step(decodes=200), Step(2048)] * 8)
-
-    assert engine.rate == pytest.approx(RATE)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_large_batches_of_decodes_are_no_prompts(depth: int):
-    engine = Engine(depth=depth)
-    engine.run(*[Step(decodes=1000, factor=10), Step(MIN_STEP_TOKENS, 1000, factor=10)] * 20)
-
-    assert not engine.clock.known
 
 
 def test_outputs_that_are_processed_at_once_are_measured_together():
@@ -170,38 +183,18 @@ def test_outputs_that_are_processed_at_once_are_measured_together():
     assert engine.rate == near(RATE)
 
 
-def test_single_fast_and_slow_runs_do_not_count():
-    engine = Engine(depth=2)
-    engine.run(*[Step(2048, factor=factor, gap=1.0) for factor in (0.25, 4, 0.25, 4, 0.25, 4, 1, 1, 1)])
-
-    assert engine.rate == pytest.approx(RATE)
-
-
-def test_long_steps_count_more_than_short_ones():
-    engine = Engine(depth=2)
-    engine.run(*[Step(200, factor=10, gap=1.0)] * 6, Step(4096, gap=1.0))
-
-    assert engine.rate == pytest.approx(RATE)
-
-
-def test_a_slow_first_step_is_forgotten_after_a_few_others():
-    engine = Engine(depth=2)
-    engine.run(*[Step(2048, factor=50, gap=1.0)], *[Step(2048, gap=1.0)] * (MIN_RUNS - 1))
-
-    assert engine.rate == pytest.approx(RATE)
-
-
-def test_a_change_of_the_speed_is_followed():
-    engine = Engine(depth=2)
-    engine.run(*[Step(2048, gap=1.0)] * 20, *[Step(2048, factor=4, gap=1.0)] * 10)
-
-    assert engine.rate == pytest.approx(RATE / 4)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_nothing_is_known_before_a_few_runs_are_measured(depth: int):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [ALONE] * (MIN_RUNS - 1),
+        [Step(decodes=1000, factor=10), Step(MIN_STEP_TOKENS, 1000, factor=10)] * 20,
+    ],
+    ids=["few runs", "large batches of decodes"],
+)
+def test_what_does_not_measure_the_speed_of_prompts(steps: list[Step], depth: int):
     engine = Engine(depth=depth)
-    engine.run(*[Step(2048, gap=1.0)] * (MIN_RUNS - 1))
+    engine.run(*steps)
 
     assert (engine.clock.known, engine.clock.seconds(1000)) == (False, 0.0)
 

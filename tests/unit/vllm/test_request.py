@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.load_policy import Hit, LoadPolicy, PrefillClock
+from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
 from lmcache_async.integration.vllm.request import (
     Release,
@@ -21,6 +21,8 @@ from lmcache_async.integration.vllm.request import (
     StoreSpan,
 )
 from tests.support.request_keys import BLOCK, CHUNK, opened_keys
+
+LOOKUP_TIMEOUT_S = 0.1
 
 
 @dataclass
@@ -38,7 +40,7 @@ def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPoli
     given = {
         "partial_chunks": True,
         "generated_tokens": True,
-        "lookup_timeout_s": 0.1,
+        "lookup_timeout_s": LOOKUP_TIMEOUT_S,
         "lookup_pin_ttl_s": 30.0,
         "wait_for_producer_s": 2.0,
         "layerwise_tokens": 0,
@@ -60,17 +62,6 @@ def ask(tracker: RequestTracker, *, now: float = 0.0, epoch: int = 0, name: str 
 def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: Any) -> None:
     times = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at}
     tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **{**times, **options}))
-
-
-def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
-    tracker = tracker_of(40)
-    first = ask(tracker, name="1")
-    second = ask(tracker, name="2")
-    answer(tracker, first, Answer(5))
-
-    assert tracker.offer(0.0, ready=True).tokens is None
-    answer(tracker, second, MISS)
-    assert tracker.offer(0.0, ready=True).tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -135,44 +126,6 @@ def test_each_decision_has_a_reason() -> None:
     assert decided(slow) == ("recompute", "1.001 s to the first token, 9.201 s with all 800 tokens loaded")
 
 
-@pytest.mark.parametrize(
-    ("options", "cost_s", "promised", "expected"),
-    [
-        ({"always": True}, 9.0, False, ("load", "vllm.load_policy is always")),
-        ({}, 9.0, True, ("load", "another vLLM has computed it for this one")),
-        ({"tokens_per_s": None}, 9.0, False, ("load", "the prefill speed is not known yet")),
-        ({}, 0.1, False, ("load", "0.601 s to the first token, 1.001 s without loading")),
-    ],
-)
-def test_the_reason_for_loading_a_hit(
-    options: dict[str, Any], cost_s: float, promised: bool, expected: tuple[str, str]
-) -> None:
-    decider = LoadPolicy(PrefillClock(lambda: 0.0, options.pop("tokens_per_s", 1000.0)), 100, **options)
-    verdict = decider.decide("r", Hit(((5, cost_s),), 500, 0, 1001), promised=promised)
-
-    assert (verdict.decided, verdict.why) == expected
-
-
-@pytest.mark.parametrize(
-    ("tokens", "local", "expected"),
-    [
-        (0, 0, ("miss", "no tier has a prefix of it")),
-        (0, 500, ("miss", "no tier has a prefix of it")),
-        (400, 500, ("local", "vLLM's own prefix cache has as much of it as the tiers")),
-    ],
-)
-def test_the_reason_for_loading_nothing(tokens: int, local: int, expected: tuple[str, str]) -> None:
-    verdict = LoadPolicy(PrefillClock(lambda: 0.0, 1000.0), 100).decide("r", Hit((), tokens, local, 1001))
-
-    assert (verdict.decided, verdict.why) == expected
-
-
-def test_only_the_first_admission_is_marked_as_first() -> None:
-    tracker = tracker_of(40)
-
-    assert [tracker.admitted(0).first for _ in range(2)] == [True, False]
-
-
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(0, 40))
 def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed: int, room: int) -> None:
     tracker = tracker_of(prompt)
@@ -193,7 +146,11 @@ def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed:
 
 
 class TrackerMachine(RuleBasedStateMachine):
-    """Any order of events: pins are released, nothing is stored twice, and only computed tokens are stored."""
+    """Any order of events.
+
+    The last lookup decides what is offered, pins are released, nothing is stored twice, and only computed tokens are
+    stored.
+    """
 
     PROMPT = 44
 
@@ -205,6 +162,9 @@ class TrackerMachine(RuleBasedStateMachine):
         self.keys = opened_keys(range(self.PROMPT))
         self.tracker = RequestTracker(self.view, self.keys, policy())
         self.open: dict[str, Lookup] = {}
+        self.asked_at = 0.0
+        self.hit: int | None = None
+        self.load_failed = False
         self.released: list[str] = []
         self.stored: list[range] = []
         self.offered: int | None = 0
@@ -240,16 +200,27 @@ class TrackerMachine(RuleBasedStateMachine):
             lookup = Lookup(str(self.names), self.view.num_tokens, self.epoch, self.now)
             self.open[lookup.lookup_id] = lookup
             self.tracker.lookup_sent(lookup)
-        self.offered = self.tracker.offer(self.now, ready=ready).tokens
-        assert self.offered is None or 0 <= self.offered <= max(0, self.PROMPT - self.local)
+            self.asked_at, self.hit, self.load_failed = self.now, None, False
+        offer = self.tracker.offer(self.now, ready=ready)
+        self.offered = offer.tokens
+        assert self.offered == self._expected_offer(ready=ready)
+        assert offer.is_async == bool(offer.tokens)
+
+    def _expected_offer(self, *, ready: bool) -> int | None:
+        if self.load_failed or not ready:
+            return 0
+        if self.hit is None:
+            return None if self.now - self.asked_at < LOOKUP_TIMEOUT_S else 0
+        return max(0, self.hit - self.local)
 
     @precondition(lambda self: self.open)
     @rule(chunks=st.integers(0, 5), partial=st.integers(0, 2), data=st.data())
     def answered(self, chunks: int, partial: int, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.open)))
         given = Answer(chunks, partial * BLOCK if chunks == 5 else 0, pinned=True)
+        answer(self.tracker, self.open[name], given)
         if name == str(self.names):
-            answer(self.tracker, self.open[name], given)
+            self.hit = given.hit_tokens(CHUNK)
             self.offered = 0
 
     @precondition(lambda self: not self.done and not self.loading and self.offered is not None)
@@ -274,6 +245,7 @@ class TrackerMachine(RuleBasedStateMachine):
         if fails:
             first = data.draw(st.integers(self.local // BLOCK, computed // BLOCK - 1)) * BLOCK
             self.tracker.load_tokens_failed(first)
+            self.load_failed = True
             # vLLM computes these tokens again, and they may be stored again.
             self.stored = [tokens for tokens in self.stored if tokens.stop <= first // CHUNK * CHUNK]
             computed = first
@@ -373,32 +345,26 @@ def test_windows_are_stored_where_a_later_request_can_continue(
 STATES = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, state="GDN"))
 
 
-def test_recurrent_states_are_stored_when_vllm_offers_them() -> None:
-    tracker = tracker_of(21, policy(groups=STATES))
-
-    assert tracker.plan_boundaries(21) == []
-    tracker.states_offered([16, 8])
-    assert tracker.tokens_to_hash(16) == 16
-    assert tracker.plan_boundaries(16) == [8, 16]
-    tracker.states_offered([])
-    assert tracker.plan_boundaries(21) == []
-
-
-@pytest.mark.parametrize(("generated_tokens", "boundaries"), [(False, [20]), (True, [20, 24])])
-def test_recurrent_states_after_generated_tokens_are_stored_like_their_chunks(
-    generated_tokens: bool, boundaries: list[int]
+@pytest.mark.parametrize(
+    ("offered", "generated_tokens", "stored"),
+    [
+        ([16, 8], True, [8, 16]),
+        ([20, 24], True, [20, 24]),  # after generated tokens, like their chunks
+        ([20, 24], False, [20]),
+        ([15], True, []),  # inside of a block
+    ],
+)
+def test_recurrent_states_are_stored_in_the_step_in_which_vllm_offers_them(
+    offered: list[int], generated_tokens: bool, stored: list[int]
 ) -> None:
     tracker = tracker_of(21, policy(groups=STATES, generated_tokens=generated_tokens))
-    tracker.states_offered([20, 24])
 
-    assert tracker.plan_boundaries(30) == boundaries
-
-
-def test_a_recurrent_state_inside_of_a_block_is_not_stored() -> None:
-    tracker = tracker_of(21, policy(groups=STATES))
-    tracker.states_offered([15])
-
-    assert tracker.plan_boundaries(21) == []
+    assert tracker.plan_boundaries(30) == []
+    tracker.states_offered(offered)
+    assert all(tracker.tokens_to_hash(boundary) >= boundary for boundary in stored)
+    assert tracker.plan_boundaries(30) == stored
+    tracker.states_offered([])
+    assert tracker.plan_boundaries(30) == []
 
 
 def test_a_recurrent_state_that_was_loaded_is_not_stored_again_unless_the_load_failed() -> None:

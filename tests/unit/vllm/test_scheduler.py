@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -246,17 +247,6 @@ def test_a_request_is_looked_up_once_and_vllm_asks_again_until_the_answer():
     assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
 
 
-def test_a_hit_in_memory_of_this_process_is_loaded_in_the_first_step():
-    bench = Bench()
-    bench.client.in_memory = hit(2, resident=True)
-    request = bench.request(20)
-
-    assert bench.scheduler.match(request, 0) == (16, True)
-    bench.allocate(request, 16, 20)
-    assert [job.request_id for job in bench.idle().loads] == [request.request_id]
-    assert bench.client.asked == []
-
-
 def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
     bench = Bench()
     bench.client.in_memory = hit(2, resident=True)
@@ -307,18 +297,6 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     assert bench.scheduler.match(request, 0) == (16, True)  # it serves a repeated lookup
 
 
-@given(chunks=st.integers(0, 4), partial=st.integers(0, 3), local=st.integers(0, 17))
-def test_only_tokens_after_vllms_own_hit_are_offered_for_asynchronous_loads(chunks, partial, local):
-    bench = Bench()
-    request = bench.request(40)
-    bench.answer(request, hit(chunks, partial * BLOCK))
-
-    external, is_async = bench.scheduler.match(request, local * BLOCK)
-
-    assert external == max(0, chunks * CHUNK + partial * BLOCK - local * BLOCK)
-    assert is_async == (external > 0)
-
-
 @pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
 def test_no_lookup_is_awaited_if_vllm_has_all_it_can_use(tokens, local, waits):
     bench = Bench()
@@ -366,23 +344,6 @@ def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
     assert spans(bench.step((request, 32)).stores) == [(8, 40)]
 
 
-def test_the_speed_of_the_model_is_learnt_from_its_steps_unless_hits_are_always_loaded():
-    for policy, offered in (("auto", 0), ("always", 160)):
-        bench = Bench(**{"vllm.load_policy": policy})
-        first, second = bench.request(160), bench.request(168)
-        bench.client.time = 0.01
-        for lookup in bench.client.asked:
-            bench.client.answer(lookup, Answer(20, costs=((20, 1.0),)))
-        assert bench.scheduler.match(first, 0) == (160, True)  # the speed is unknown yet
-
-        for _ in range(MIN_RUNS):
-            step = bench.step((bench.request(160), 160)).step
-            bench.client.time += 0.02
-            bench.report(step=step)
-
-        assert bench.scheduler.match(second, 0)[0] == offered
-
-
 def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
     """Between the prompts are a step without tokens, whose end vLLM may not report, and decodes with drafts."""
     bench = Bench(num_blocks=5001)
@@ -402,48 +363,58 @@ def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "loads", "stores"),
     [
-        {"params": {"skip_load": True}},
-        {"params": {"lmcache.skip_load": 1}},
-        {"skip_reading_prefix_cache": True},
+        ({"params": {"skip_load": True}}, False, True),
+        ({"params": {"lmcache.skip_load": 1}}, False, True),
+        ({"skip_reading_prefix_cache": True}, False, True),
+        *(
+            ({"params": {name: True}}, True, False)
+            for name in ("skip_save", "force_skip_save", "lmcache.skip_save")
+        ),
+        *(({"params": {"tags": tags}}, False, False) for tags in (["a"], "a", 0, True, [])),
     ],
-    ids=["ours", "lmcache", "vllm"],
+    ids=str,
 )
-def test_a_request_may_ask_not_to_be_loaded(options):
+def test_a_request_may_ask_not_to_be_loaded_or_stored(options: dict[str, Any], loads: bool, stores: bool):
+    """With tags that name nothing, it would share its KV with all requests."""
     bench = Bench()
     request = bench.request(20, **options)
+    if loads:
+        bench.answer(request, MISS)
 
     assert bench.scheduler.match(request, 0) == (0, False)
-    assert not bench.client.asked
-    assert spans(bench.step((request, 20)).stores) == [(0, 16), (16, 20)]
+    assert bool(bench.client.asked) == loads
+    assert spans(bench.step((request, 20)).stores) == ([(0, 16), (16, 20)] if stores else [])
+    bench.finish(request)
+    assert bench.scheduler.has_work == stores
 
 
-@pytest.mark.parametrize(("identifier", "cached"), [("renderer0-mm-1-image-0", False), ("cat.png", True)])
-def test_media_that_vllm_counts_are_neither_looked_up_nor_stored(identifier: str, cached: bool):
-    image = MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=2, length=9))
+def image(identifier: str) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=2, length=9))
+
+
+@pytest.mark.parametrize(
+    ("options", "cached"),
+    [
+        ({"mm_features": [image("cat.png")]}, True),
+        ({"mm_features": [image("renderer0-mm-1-image-0")]}, False),
+        ({"prompt_token_ids": None, "prompt_embeds": torch.zeros(20, 4)}, False),
+        ({"resumable": True}, False),
+    ],
+    ids=["an image named by the client", "a counted image", "embeddings", "a streaming session"],
+)
+def test_prompts_that_their_tokens_do_not_identify_are_neither_looked_up_nor_stored(
+    options: dict[str, Any], cached: bool
+):
     bench = Bench()
-    request = Request("image", [1] * 20, SamplingParams(max_tokens=1), None, mm_features=[image])
+    given = {"prompt_token_ids": [1] * 20, "sampling_params": SamplingParams(max_tokens=1), **options}
+    request = Request("r", pooling_params=None, **given)
     bench.scheduler.on_new_request(request)
 
-    stores = bench.step((request, 20)).stores
-
     assert bool(bench.client.asked) == cached
-    assert bool(stores) == cached
-    if not cached:
-        assert bench.scheduler.match(request, 0) == (0, False)
-
-
-def test_prompts_given_as_embeddings_and_streaming_sessions_are_not_cached():
-    bench = Bench()
-    request = bench.request(20)
-    request.resumable = True
-    other = Request("other", [1] * 20, SamplingParams(max_tokens=1), None, resumable=True)
-
-    bench.scheduler.on_new_request(other)
-
-    assert bench.scheduler.match(other, 0) == (0, False)
-    assert len(bench.client.asked) == 1
+    assert bench.scheduler.match(request, 0) == (None if cached else 0, False)
+    assert bool(bench.step((request, 20)).stores) == cached
 
 
 def test_tags_of_both_spellings_name_one_namespace():
@@ -451,16 +422,6 @@ def test_tags_of_both_spellings_name_one_namespace():
     bench.request(20, params={"tags": {"team": "a"}, "lmcache.tag.user": 7})
 
     assert bench.scheduler.tracker("r0").keys.tags == (("team", "a"), ("user", "7"))
-
-
-@pytest.mark.parametrize("tags", [["a"], "a", 0, True, []], ids=repr)
-def test_a_request_with_tags_that_name_nothing_is_neither_loaded_nor_stored(tags):
-    bench = Bench()
-    request = bench.request(20, params={"tags": tags})
-
-    assert bench.scheduler.match(request, 0) == (0, False)
-    assert bench.client.asked == []
-    assert bench.step((request, 20)).stores == ()
 
 
 def test_a_preempted_request_is_looked_up_again_with_its_generated_tokens():
@@ -653,30 +614,19 @@ def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens:
     assert len(step.awaited) == (resident and chunks == 3)
 
 
-def hit_in_memory(bench: Bench) -> None:
-    request = bench.request(37)
-    bench.answer(request, hit(3, resident=True))
+@pytest.mark.parametrize("idle", [True, False])
+def test_with_several_groups_an_idle_step_awaits_hits_in_host_memory(idle: bool):
+    bench = Bench(awaited_tokens=24, groups=2)
+    request, other = bench.request(37), bench.request(20)
+    bench.client.answer(bench.client.asked[0], hit(3, resident=True))
     assert bench.scheduler.match(request, 0) == (24, True)
     bench.allocate(request, 24, 37)
 
-
-def test_with_several_groups_an_idle_step_awaits_hits_in_host_memory():
-    bench = Bench(awaited_tokens=24, groups=2)
-    hit_in_memory(bench)
-
-    step = bench.idle()
-    assert [(job.job_id, job.layerwise) for job in step.loads] == [(step.awaited[0], False)]
+    step = bench.idle() if idle else bench.step((other, 20))
+    (job,) = step.loads
+    assert not job.layerwise
+    assert step.awaited == ((job.job_id,) if idle else ())
     assert bench.idle().awaited == ()
-
-
-def test_a_step_that_computes_awaits_no_load():
-    bench = Bench(awaited_tokens=24, groups=2)
-    other = bench.request(20)
-    bench.answer(other, MISS)
-    hit_in_memory(bench)
-
-    step = bench.step((other, 20))
-    assert (len(step.loads), step.awaited) == (1, ())
 
 
 def test_blocks_to_be_filled_by_a_step_are_not_shared():
@@ -762,26 +712,6 @@ def loaded_by_another(bench: Bench) -> Request:
     bench.allocate(request, 0, 40)
     request.num_computed_tokens = 10
     return request
-
-
-def test_blocks_that_another_connector_loads_are_not_shared_before_the_end_of_the_step():
-    bench = Bench(beside_others=True)
-    other = bench.request(40, params={"skip_load": True})
-    loaded = loaded_by_another(bench)
-
-    assert bench.scheduler.match(other, 2) == (0, False)  # these were there before
-    assert bench.scheduler.match(other, 4) == (None, False)
-    first = bench.step((loaded, 30), loads=True)
-    assert bench.scheduler.match(other, 4) == (None, False)
-    second = bench.step((loaded, 1))  # planned while the first one runs
-    assert bench.scheduler.match(other, 4) == (None, False)
-    bench.report(step=first.step)
-    assert bench.scheduler.match(other, 4) == (0, False)
-    bench.allocate(other, 0, 40)
-    other.num_computed_tokens = 4
-
-    assert (first.stores, second.stores) == ((), ())
-    assert spans(bench.step((other, 36)).stores) == [(0, 40)]
 
 
 def test_requests_with_other_tokens_do_not_wait_for_another_connector():
@@ -889,25 +819,6 @@ def test_a_job_has_a_part_for_each_group():
     assert sum(block.ref_cnt - 1 for block in blocks) == 2 * 2
 
 
-def test_every_group_of_full_attention_has_keys_of_its_own_for_the_same_chunks():
-    bench = Bench(groups=3)
-    request = bench.request(21)
-    full, partial = bench.step((request, 21)).stores
-    keys = tracker(bench, request).keys
-    assert keys.tail is not None
-    request.num_computed_tokens = 0
-    bench.answer(request, Answer(2, keys.tail.num_tokens, keys.tail.keys))
-    bench.scheduler.match(request, 0)
-    bench.allocate(request, 20, 20)
-    (load_of_all,) = bench.idle().loads
-
-    for index, part in enumerate(load_of_all.parts):
-        stored = zip(full.parts[index].keys, partial.parts[index].keys, strict=True)
-        assert part.keys == tuple(chunks + end for chunks, end in stored)
-    assert full.parts[0].keys == keys.packed_keys(0, 2)
-    assert len({own for part in load_of_all.parts for own in unpacked(part.keys)}) == 3 * RANKS * 3
-
-
 @pytest.mark.parametrize(
     ("found", "tokens", "stored"),
     [(hit(2), 36, [(16, 32), (32, 36)]), (hit(4, 4), 37, [])],
@@ -945,16 +856,6 @@ def test_drafted_tokens_that_may_be_rejected_are_not_stored():
     assert spans(bench.step((request, 9)).stores) == [(8, 16)]  # one known token and eight drafts
     request.num_computed_tokens = 16
     assert bench.step((request, 0)).stores == ()
-
-
-@pytest.mark.parametrize("name", ["skip_save", "force_skip_save", "lmcache.skip_save"])
-def test_a_request_may_ask_not_to_be_stored(name: str):
-    bench = Bench()
-    request = bench.request(20, params={name: True})
-
-    assert bench.step((request, 20)).stores == ()
-    bench.finish(request)
-    assert not bench.scheduler.has_work
 
 
 def test_two_requests_with_one_prefix_store_it_once():
@@ -1173,22 +1074,33 @@ def test_requests_of_older_vllms_have_no_shared_prefix_boundary():
     assert bench.scheduler.tracker(request.request_id) is not None
 
 
-def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step() -> None:
+@pytest.mark.parametrize("offered", [(1, 2), (1,), ()])
+@pytest.mark.parametrize("free", [False, True])
+def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step(
+    offered: tuple[int, ...], free: bool
+) -> None:
+    """The block table has another block at that position. A boundary without the state of every group is useless."""
     bench = Bench(states=2)
     request = bench.request(4 * CHUNK + 3)
-    states = bench.pool.get_new_blocks(2)
-    offers = [(1, states[0].block_id, 4 * CHUNK), (2, states[1].block_id, 4 * CHUNK)]
+    blocks = dict(zip(offered, bench.pool.get_new_blocks(len(offered)), strict=True))
+    bench.blocks_of(request, 4 * CHUNK)
+    if free:
+        bench.pool.free_blocks(blocks.values())
+    offers = [(group, block.block_id, 4 * CHUNK) for group, block in blocks.items()]
 
     metadata = bench.step((request, 4 * CHUNK), states={request.request_id: offers})
 
-    chunks, boundary = metadata.stores
+    chunks, *boundaries = metadata.stores
+    stored = not free and offered == (1, 2)
     assert [part.group for part in chunks.parts] == [0]
-    assert [(part.group, part.start, part.touched_blocks()) for part in boundary.parts] == [
-        (group, 4 * CHUNK - BLOCK, [block]) for group, block, _ in offers
+    parts = [part for boundary in boundaries for part in boundary.parts]
+    assert [(part.group, part.start, part.touched_blocks()) for part in parts] == [
+        (group, 4 * CHUNK - BLOCK, [block]) for group, block, _ in offers if stored
     ]
-    assert [block.ref_cnt for block in states] == [2, 2]
+    held = 0 if free else 1
+    assert all(block.ref_cnt == held + stored for block in blocks.values())
     bench.complete(metadata.stores)
-    assert [block.ref_cnt for block in states] == [1, 1]
+    assert all(block.ref_cnt == held for block in blocks.values())
 
 
 @pytest.mark.parametrize(("known", "position"), [(0, 4), (5, 5)])
