@@ -196,32 +196,32 @@ async def test_a_client_that_hangs_up_ends_the_decoder_s_work(setup: Setup):
         await setup.decoders[0].hung_up.wait()
 
 
-async def test_a_wrong_request_is_refused_in_vllm_s_words_and_not_decoded(setup: Setup):
-    setup.prefillers[0].status = 404
-
-    assert await setup.ask() == (404, {"error": {"message": "no such model"}})
-    assert setup.decoders[0].asked == []
-
-
-async def test_an_error_of_the_decoder_is_passed_on(setup: Setup):
-    setup.decoders[0].status = 500
-
-    assert await setup.ask() == (500, {"error": {"message": "no such model"}})
+REFUSED, WHOLE = (
+    {"error": {"message": "no such model"}},
+    {"choices": [{"text": "whole"}], "kv_transfer_params": TOLD},
+)
 
 
-@pytest.mark.parametrize("told", [None, {}])
-async def test_a_prefiller_without_transfer_parameters_is_accepted(setup: Setup, told: Any):
-    setup.prefillers[0].told = told
+@pytest.mark.parametrize(
+    ("prefiller", "decoder", "answer", "decoded"),
+    [
+        ({"status": 404}, {}, (404, REFUSED), []),  # the request is wrong
+        ({"status": 503}, {}, (200, WHOLE), [{"prompt": "p"}]),
+        ({"told": None}, {}, (200, WHOLE), [{"prompt": "p"}]),
+        ({"told": {}}, {}, (200, WHOLE), [{"prompt": "p"}]),
+        ({}, {"status": 500}, (500, REFUSED), [{"prompt": "p", "kv_transfer_params": TOLD}]),
+    ],
+    ids=["refused", "prefiller failed", "no parameters", "empty parameters", "decoder failed"],
+)
+async def test_the_decoder_computes_what_a_prefiller_did_not_and_errors_are_passed_on(
+    setup: Setup, prefiller: dict[str, Any], decoder: dict[str, Any], answer: Any, decoded: Any
+):
+    for vllm, changes in ((setup.prefillers[0], prefiller), (setup.decoders[0], decoder)):
+        for name, value in changes.items():
+            setattr(vllm, name, value)
 
-    assert (await setup.ask(max_tokens=5))[0] == 200
-    assert setup.decoders[0].asked == [{"prompt": "p", "max_tokens": 5}]
-
-
-async def test_a_prefiller_that_fails_leaves_the_prompt_to_the_decoder(setup: Setup):
-    setup.prefillers[0].status = 503
-
-    assert (await setup.ask())[0] == 200
-    assert setup.decoders[0].asked == [{"prompt": "p"}]
+    assert await setup.ask() == answer
+    assert setup.decoders[0].asked == decoded
 
 
 async def test_a_decoder_that_breaks_off_breaks_off_for_the_client(setup: Setup):

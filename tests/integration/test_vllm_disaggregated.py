@@ -101,27 +101,6 @@ def test_a_hundred_requests_have_the_answers_of_one_vllm(
     assert loaded["valkey"] > cached / 2  # the others share a prefix that vLLM's own cache has
 
 
-def test_a_producer_promises_only_what_it_may_hold(
-    engines: Engines, server: Server, consumer: Engine, reference: Reference
-) -> None:
-    """If copies are slower than prefills, chunks above `max_pinned_fraction` are dropped and recomputed."""
-    question = Question(tokens("more than is held", 40 * BLOCK + 5))
-    held_chunks = 256 // 10 * BLOCK // CHUNK
-    producer = start(engines, server, "kv_producer", **{"vllm.max_pinned_fraction": 0.1})
-    try:
-        producer.call("call", name="hold_copies")
-        first = producer.ask(replace(question, max_tokens=1))
-        producer.call("call", name="let_copies_go")
-        producer.call("step")
-        answer = consumer.ask(replace(question, params=first.kv_transfer_params))
-    finally:
-        producer.kill()
-
-    assert promised(first) == answer.cached_tokens == held_chunks * CHUNK < whole(question)
-    assert answer.tiers == {"valkey": held_chunks * CHUNK}
-    assert_same(answer, reference(question))
-
-
 def test_a_producer_killed_before_its_writes_causes_no_wrong_or_late_answer(
     producer: Engine, consumer: Engine, reference: Reference
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_async.cli.top import StatusClient
 from tests.integration.model_families import make_eagle_head
 from tests.integration.vllm_answers import TOLERANCE, Question, assert_same, difference, tokens
 from tests.integration.vllm_driver import (
@@ -28,8 +27,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module", params=["auto", "never"], ids=["layerwise", "before"])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    settings = {"vllm.layerwise_load": request.param, "http.listen": "127.0.0.1:0"}
-    engine = engines.start(connector(**settings))
+    engine = engines.start(connector(**{"vllm.layerwise_load": request.param}))
     yield engine
     engine.kill()
 
@@ -69,21 +67,6 @@ def test_a_hit_has_all_whole_blocks_and_the_same_answer(
     assert_same(warm, reference(question))
 
 
-@pytest.mark.parametrize("shared", [CHUNK, 5 * CHUNK, 5 * CHUNK + BLOCK])
-def test_a_prompt_that_begins_like_another_loads_the_shared_chunks(
-    engine: Engine, reference: Reference, shared: int
-) -> None:
-    first = Question(tokens(f"first {shared}", 600))
-    second = Question(first.prompt[:shared] + tokens(f"second {shared}", 280))
-    engine.ask(first)
-    engine.settle()
-
-    answer = engine.ask(second)
-
-    assert answer.cached_tokens == shared - shared % CHUNK
-    assert_same(answer, reference(second))
-
-
 def test_every_block_is_loaded_to_its_own_place(engine: Engine, reference: Reference) -> None:
     """Attention does not depend on the order of loaded blocks; only prompts that end among them detect a swap."""
     question = Question(tokens("places", 10 * BLOCK + 5))
@@ -100,20 +83,6 @@ def test_every_block_is_loaded_to_its_own_place(engine: Engine, reference: Refer
         assert_same(answer, reference(one))
 
 
-def test_vllms_own_hit_is_continued_from_the_middle_of_a_chunk(engine: Engine, reference: Reference) -> None:
-    question = Question(tokens("continued", 850))
-    engine.ask(question)
-    engine.settle()
-    local = 3 * CHUNK + BLOCK
-    engine.ask(Question(question.prompt[: local + 1], max_tokens=1))  # now in vLLM's own cache
-
-    answer = engine.ask(question)
-
-    assert answer.cached_tokens == 832
-    assert f"retrieved {832 - 3 * CHUNK}/" in answer.log  # from the chunk's start; its first block is skipped
-    assert_same(answer, reference(question))
-
-
 def test_requests_of_one_moment_share_a_prefix(engine: Engine, reference: Reference) -> None:
     prefix = tokens("shared", 400)
     questions = [Question(prefix + tokens(f"shared {i}", 60 + 90 * i)) for i in range(6)]
@@ -128,40 +97,6 @@ def test_requests_of_one_moment_share_a_prefix(engine: Engine, reference: Refere
         assert_same(one, reference(question))
         assert_same(other, reference(question))
     assert engine.settle()["chunks"] == settled["chunks"]  # nothing was stored again
-
-
-def test_a_prompt_is_stored_while_the_rest_of_it_is_computed(engine: Engine, reference: Reference) -> None:
-    question = Question(tokens("long", 1500))
-    position = engine.log_size
-
-    [name] = engine.add(question)
-    engine.step_until("RUNNING", name)
-    engine.call("step")  # the second of six; the test triggers the next one
-    for _ in engine.until("stores nothing of a prefill that runs"):
-        if "stored" in engine.log(position):
-            break
-        engine.call("call", name="statistics")
-    engine.call("run")
-    cold = engine.take(name, position)
-    engine.settle()
-
-    assert_same(cold, reference(question))
-    assert_same(engine.ask(question), reference(question))
-
-
-def test_the_next_turn_of_a_conversation_loads_what_was_generated(
-    engine: Engine, reference: Reference
-) -> None:
-    first = Question(tokens("turn", 300), max_tokens=100)
-    said = engine.ask(first)
-    engine.settle()
-    second = Question(first.prompt + tuple(said.tokens) + tokens("next turn", 50))
-
-    answer = engine.ask(second)
-
-    assert answer.tiers == {"cpu": 384}  # whole chunks of the 399 tokens with KV
-    assert_same(said, reference(first))
-    assert_same(answer, reference(second))
 
 
 def test_a_prompt_larger_than_the_arena_is_stored_completely_on_disk(
@@ -222,19 +157,3 @@ def test_two_ranks_beside_another_connector(
     assert [answer.tiers for answer in answers] == of_both_ranks
     for answer in answers:
         assert_same(answer, reference(question))
-
-
-def test_the_status_page_shows_the_sources_of_prompts(engine: Engine) -> None:
-    question = Question(tokens("told", 700))
-    engine.ask(question)
-    engine.settle()
-    engine.ask(question)
-    engine.settle()
-    told = StatusClient(engine.call("call", name="status_url")).read()
-    second, first = [one for one in told["recent"] if (one["plan"] or {}).get("prompt_tokens") == 700][:2]
-
-    assert (first["plan"]["decided"], first["plan"]["load_tokens"]) == ("miss", 0)
-    assert (second["plan"]["decided"], second["plan"]["load_tokens"]) == ("load", 672)
-    assert second["loaded"]["by_tier"][0][0] == "cpu"
-    assert second["plan"]["why"]
-    assert told["totals"]["loaded_bytes"] > 0

@@ -132,16 +132,6 @@ def test_the_same_image_is_a_hit_and_another_one_shares_the_text_before_it(engin
     assert_same(other, computed(engine, about(2)))
 
 
-def test_an_image_with_a_uuid_is_a_hit(engine: Engine) -> None:
-    question = about(3, "dog")
-
-    cold, warm = (ask(engine, question) for _ in range(2))
-
-    assert cold.cached_tokens <= CHUNK
-    assert warm.cached_tokens == WHOLE
-    assert_same(warm, computed(engine, question))
-
-
 def test_counted_images_are_neither_stored_nor_loaded(counted: dict[str, Answer]) -> None:
     """Neither is an image whose hash has the form of a content hash, but is of its count and the request's options."""
     assert counted["counted"].cached_tokens == counted["counted and scaled"].cached_tokens == 0

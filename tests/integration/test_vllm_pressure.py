@@ -85,14 +85,3 @@ def test_a_request_aborted_while_it_is_stored(engine: Engine, reference: Referen
     assert_same(beside, reference(other))
     assert_nothing_is_held(engine)
     assert_same(engine.ask(question), reference(question))
-
-
-def test_a_request_aborted_before_its_first_step(engine: Engine, reference: Reference) -> None:
-    question = Question(tokens("aborted at once", 300))
-    engine.ask(question)
-    engine.settle()
-
-    engine.call("abort", names=engine.add(question))
-
-    assert_nothing_is_held(engine)
-    assert_same(engine.ask(question), reference(question))

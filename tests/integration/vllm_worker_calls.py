@@ -28,13 +28,6 @@ def run_once(worker: Any) -> None:
     worker.model_runner.profile_run()
 
 
-def status_url(worker: Any) -> str | None:
-    """Return the URL of the engine's status page."""
-    del worker
-    url: str | None = _engine().status_url
-    return url
-
-
 def hold_copies(worker: Any) -> None:
     """Block copies to and from vLLM's KV cache until `let_copies_go` is called."""
     del worker

@@ -125,11 +125,16 @@ def test_one_rank_and_two_ranks_keep_each_others_promises_of_head_shards(
         assert_nothing_is_held(sim)
 
 
-def test_pending_writes_are_awaited_while_others_run(pair: Pair):
-    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
+@pytest.mark.parametrize(
+    ("roles", "params"),
+    [(("kv_producer", "kv_consumer"), None), (("kv_both", "kv_both"), {"do_remote_decode": True})],
+    ids=["apart", "both"],
+)
+def test_pending_writes_are_awaited_while_others_run(pair: Pair, roles: tuple[str, str], params: Params):
+    producer, consumer = (pair.vllm(role) for role in roles)
     pair.shelf.slow = True
     tokens, other = prompt(300), prompt(100, seed=1)
-    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens))
+    consumer.add("d", tokens, params=pair.prefill(producer, "p", tokens, params=params))
     pair.waiting(consumer)
     consumer.add("other", other)
     while "other" not in consumer.finish_reasons:
@@ -158,22 +163,6 @@ def test_a_producer_that_died_costs_the_configured_time_and_no_answer(pair: Pair
     assert consumer.outputs["d"] == expected(tokens, 4)
     assert (waits(consumer).kept, waits(consumer).late) == (0, 1)
     assert_nothing_is_held(consumer)
-
-
-def test_a_promise_of_more_than_the_prompt_or_of_another_model_is_not_waited_for(pair: Pair):
-    producer, consumer = pair.vllm("kv_producer"), pair.vllm("kv_consumer")
-    other = pair.vllm("kv_producer", {"weights_fingerprint": "text:others"})
-    tokens = prompt(300)
-    pair.shelf.slow = True
-    longer = pair.prefill(producer, "longer", [*tokens, *prompt(100, seed=1)])
-    foreign = pair.prefill(other, "foreign", tokens)
-    for name, params in [("longer", longer), ("foreign", foreign)]:
-        assert params is not None
-        consumer.add(name, tokens, params=params)
-    consumer.run()
-
-    assert consumer.outputs["longer"] == consumer.outputs["foreign"] == expected(tokens, 4)
-    assert (waits(consumer).doubted, waits(consumer).promises) == (2, 0)
 
 
 def test_aborting_a_request_that_waits_leaves_nothing_behind(pair: Pair):
@@ -241,21 +230,6 @@ def test_chunks_lost_by_the_shared_tier_are_written_again_from_memory(pair: Pair
 
     assert consumer.cached_tokens["d"] == (0, 288)
     assert consumer.outputs["d"] == expected(tokens, 4)
-
-
-def test_both_with_both_roles_hand_over_when_asked_and_wait_when_promised(pair: Pair):
-    first, second = pair.vllm("kv_both"), pair.vllm("kv_both")
-    pair.shelf.slow = True
-    tokens = prompt(300)
-    assert pair.prefill(first, "cached", tokens) is None
-    params = pair.prefill(first, "p", tokens, params={"do_remote_decode": True})
-    second.add("d", tokens, params=params)
-    pair.waiting(second)
-    pair.shelf.arrive()
-    second.run()
-
-    assert second.cached_tokens["d"] == (0, 288)
-    assert second.outputs["d"] == expected(tokens, 4)
 
 
 @pytest.mark.parametrize("seed", range(6))

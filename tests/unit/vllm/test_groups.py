@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
     ExternalCachedBlockPool,
@@ -30,13 +31,6 @@ def blocks_of(group: KVGroup, start: int, stop: int) -> set[tuple[int, bytes]]:
         (group.index, (end // BLOCK - 1).to_bytes(4, "big"))
         for end in range(start + group.block_size, stop + 1, group.block_size)
     }
-
-
-def store_chunks(rank: Rank, keys: RequestKeys, groups: list[KVGroup], counts: list[int]) -> None:
-    """Store these numbers of chunks in the groups of full attention."""
-    for position, (group, count) in enumerate(zip(full_groups(groups), counts, strict=True)):
-        packed = keys.packed_keys(0, count)
-        rank.stored.update(unpack_keys((keys.chunk_keys(group, packed) if position else packed)[0]))
 
 
 def find(keys: RequestKeys, groups: list[KVGroup], *ranks: Rank) -> Answer:
@@ -145,10 +139,25 @@ def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, n
     assert hit <= usable(groups, num_tokens, set().union(*(stored[name] for name in held)))
 
 
+@pytest.mark.parametrize("num_tokens", [2 * CHUNK + BLOCK, 4 * CHUNK], ids=["same prompt", "longer prompt"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_partial_chunk_is_a_hit_if_every_group_of_full_attention_has_it(
+    num_tokens: int, complete: bool
+) -> None:
+    groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
+    rank, keys = Rank(), opened_keys(range(num_tokens), roots=[ROOT], groups=groups)
+    *others, partial_of_second_group = records_of_prompt(groups, 2 * CHUNK + BLOCK)
+    rank.stored.update([*others, partial_of_second_group] if complete else others)
+
+    answer = find(keys, groups, rank)
+
+    assert (answer.chunks, answer.partial_tokens) == (2, BLOCK if complete else 0)
+
+
 def test_costs_of_records_are_those_of_their_chunks() -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK)]
     rank, keys = Rank(costs=((3, 1.0), (6, 4.0))), opened_keys(range(3 * CHUNK), roots=[ROOT], groups=groups)
-    store_chunks(rank, keys, groups, [3, 3])
+    rank.stored.update(records_of_prompt(groups, 3 * CHUNK))
 
     assert find(keys, groups, rank).costs == ((1, 1.0), (3, 4.0))
 
@@ -156,7 +165,7 @@ def test_costs_of_records_are_those_of_their_chunks() -> None:
 def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
     groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=9), KVGroup(2, BLOCK, state="GDN")]
     rank, keys = Rank(), opened_keys(range(5 * CHUNK + 1), roots=[ROOT], groups=groups)
-    store_chunks(rank, keys, groups, [5])
+    rank.stored.update(records_of_prompt(groups, 5 * CHUNK))
     for group in groups[1:]:
         rank.stored.update(unpack_keys(keys.boundary_keys(group, 5 * CHUNK)[0]))
 

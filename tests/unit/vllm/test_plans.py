@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmcache_async.cli.top import StatusClient
 from lmcache_async.integration.vllm.scheduler import MAX_PLANS
 from tests.support.vllm_simulator import (
     Simulators,
@@ -32,7 +33,7 @@ def test_each_request_is_sent_once_and_no_more_than_the_page_shows() -> None:
 
 def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) -> None:
     tokens = prompt(200)
-    sim = simulators({"http.listen": "127.0.0.1:0"})
+    sim = simulators(STATUS_PAGE)
     sim.add("first", tokens, max_tokens=2)
     simulators.settle(sim)
     sim.add("second", tokens, max_tokens=2)
@@ -40,6 +41,9 @@ def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) 
     ranks = [engine_of(rank).metrics for rank in sim.ranks]
     simulators.until(lambda: all(len(metrics.recent.as_list()) == 2 for metrics in ranks))
 
+    status = StatusClient(engine_of(sim.ranks[0]).status_url).read()
+    assert [each["plan"]["decided"] for each in status["recent"]] == ["load", "miss"]
+    assert status["totals"]["loaded_bytes"] > 0
     for metrics in ranks:
         second, first = metrics.recent.as_list()
         assert first["plan"]["decided"] == "miss"

@@ -9,19 +9,13 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from lmcache_async.config import load_config
-from lmcache_async.integration.vllm.config import roles_of
 from lmcache_async.integration.vllm.jobs import WorkerReport
 from lmcache_async.integration.vllm.keys import PROMISE_FIELD, Promise
 from lmcache_async.integration.vllm.request import Roles
-from tests.unit.vllm.test_scheduler import BLOCK, CHUNK, RANKS, Bench, hit, spans, tracker
+from tests.unit.vllm.test_scheduler import CHUNK, RANKS, Bench, hit, spans, tracker
 
 PRODUCER = Roles(hands_over=True)
 PROMISE = Promise("p", 20, "0" * 32, "1" * 32, 30.0)
-
-
-def finish(bench: Bench, request: Request) -> Promise | None:
-    return bench.scheduler.finished(request)
 
 
 def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
@@ -32,15 +26,6 @@ def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
     return request
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 16, 20, 21, 24])
-def test_a_producer_promises_every_whole_block_of_the_prompt(num_tokens: int):
-    bench = Bench(roles=PRODUCER)
-    promise = finish(bench, prefilled(bench, num_tokens))
-
-    assert (promise.tokens if promise else 0) == num_tokens // BLOCK * BLOCK
-    assert promise is None or Promise.of(promise.params()) == promise
-
-
 def test_recomputed_and_generated_tokens_are_not_promised_beyond_the_prompt():
     bench = Bench(roles=PRODUCER)
     request = prefilled(bench, 7)
@@ -48,7 +33,7 @@ def test_recomputed_and_generated_tokens_are_not_promised_beyond_the_prompt():
         bench.step((request, 1))
         request.append_output_token_ids(token)
 
-    promise = finish(bench, request)
+    promise = bench.finish(request)
     assert promise is not None
     assert promise.tokens == 6
 
@@ -59,7 +44,7 @@ def test_a_request_aborted_during_its_prefill_promises_its_computed_tokens():
     bench.step((request, 20))
     request.status = RequestStatus.FINISHED_ABORTED
 
-    promise = finish(bench, request)
+    promise = bench.finish(request)
     assert promise is not None
     assert promise.tokens == 16
 
@@ -69,7 +54,7 @@ def test_chunks_without_keys_or_that_are_not_stored_are_not_promised(skip_save: 
     bench = Bench(roles=PRODUCER)
     bench.client.hashes = skip_save
 
-    assert finish(bench, prefilled(bench, 20, params={"skip_save": skip_save})) is None
+    assert bench.finish(prefilled(bench, 20, params={"skip_save": skip_save})) is None
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -105,9 +90,9 @@ def test_a_request_to_be_handed_over_has_keys_soon_after_a_reset_that_replaces_t
 def test_a_connector_with_both_roles_promises_on_request_only():
     bench = Bench()
 
-    assert finish(bench, prefilled(bench, 20)) is None
-    assert finish(bench, prefilled(bench, 20, params={"do_remote_decode": False})) is None
-    promise = finish(bench, prefilled(bench, 20, params={"do_remote_decode": True}))
+    assert bench.finish(prefilled(bench, 20)) is None
+    assert bench.finish(prefilled(bench, 20, params={"do_remote_decode": False})) is None
+    promise = bench.finish(prefilled(bench, 20, params={"do_remote_decode": True}))
     assert promise is not None
     assert promise.tokens == 20
 
@@ -142,7 +127,7 @@ def test_chunks_that_reached_no_shared_tier_are_not_promised():
     report(bench, {first[0].job_id: 0})
     report(bench, {second[0].job_id: 2})
     report(bench, {second[1].job_id: 0})
-    promise = finish(bench, request)
+    promise = bench.finish(request)
 
     assert promise is not None
     assert promise.tokens == 24
@@ -152,11 +137,11 @@ def test_while_nothing_reaches_a_shared_tier_nothing_is_promised():
     bench = Bench(roles=PRODUCER)
     requests = [prefilled(bench, 20) for _ in range(3)]
     report(bench, {99: 1})
-    assert finish(bench, requests[0]) is None
+    assert bench.finish(requests[0]) is None
     report(bench, {98: 0, 97: 3})
-    assert finish(bench, requests[1]) is None
+    assert bench.finish(requests[1]) is None
     report(bench, {96: 0})
-    assert finish(bench, requests[2]) is not None
+    assert bench.finish(requests[2]) is not None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +164,7 @@ def test_chunks_are_promised_again_once_a_store_has_reached_a_shared_tier_on_eve
     for unshared in answers:
         report(bench, {98: unshared}, ranks=1)
 
-    assert (finish(bench, request) is not None) == promised
+    assert (bench.finish(request) is not None) == promised
 
 
 def twins(bench: Bench, **params: Any) -> tuple[Request, Request]:
@@ -200,7 +185,7 @@ def test_a_promise_depends_on_the_stores_of_other_requests_with_its_chunks(unsha
     report(bench, {jobs[0].job_id: unshared})
     report(bench, {99: 0})
 
-    promise = finish(bench, second)
+    promise = bench.finish(second)
     assert (promise.tokens if promise else 0) == promised
 
 
@@ -228,7 +213,7 @@ def promised_with_states(bench: Bench, *, offered: bool = True, unshared: int = 
     *_, last = bench.step((request, 4 * CHUNK + 3), states=states).stores
     report(bench, {last.job_id: unshared})
     report(bench, {99: 0})
-    promise = finish(bench, request)
+    promise = bench.finish(request)
     return promise.tokens if promise else 0
 
 
@@ -343,21 +328,3 @@ def test_promised_chunks_are_loaded_although_computing_is_faster():
         answer = replace(hit(2), costs=((2, 5.0),))
         bench.client.answer(bench.client.asked[-1], answer, believed=believed)
         assert bench.scheduler.match(request, 0)[0] == loaded
-
-
-@pytest.mark.parametrize(
-    ("role", "extra", "roles"),
-    [
-        ("kv_both", {}, Roles()),
-        ("kv_producer", {}, Roles(hands_over=True)),
-        ("kv_producer", {"vllm.producer_loads": False}, Roles(loads=False, hands_over=True)),
-        ("kv_consumer", {}, Roles(stores=False)),
-        ("kv_consumer", {"vllm.consumer_stores": True}, Roles()),
-    ],
-)
-def test_roles_decide_whether_to_store_and_load(role: str, extra: dict[str, Any], roles: Roles):
-    from vllm.config import KVTransferConfig
-
-    transfer = KVTransferConfig(kv_connector="LMCacheAsyncConnector", kv_role=role)  # type: ignore[arg-type]
-
-    assert roles_of(transfer, load_config(env={}, extra={"chunk_size": CHUNK, **extra})) == roles

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -26,6 +26,8 @@ from lmcache_async.integration.vllm.lookup import (
 )
 from tests.simulation.loop import Trace, new_loop
 from tests.support.request_keys import CHUNK, Rank, opened_keys
+
+T = TypeVar("T")
 
 PROMPT = list(range(30))
 TIMEOUT_S, WAIT_S = 0.5, 2.0
@@ -68,7 +70,8 @@ class TimedRank(Rank):
 class Bench:
     """Two ranks, and one `PromiseWaiter` that queries them."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.ranks = [TimedRank(0), TimedRank(1)]
         self.waiting = PromiseWaiter(Query(self.ranks), timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
         self.counts = self.waiting.counts
@@ -77,109 +80,91 @@ class Bench:
         for rank in self.ranks:
             rank.put(tokens, at, **options)
 
-    async def ask(
-        self, promise: Promise | None, *, tokens: list[int] = PROMPT, wait_s: float = WAIT_S
-    ) -> tuple[Answer, PendingLookup, float]:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def ask(self, promise: Promise | None, *, wait_s: float = WAIT_S) -> tuple[Answer, PendingLookup, float]:
         """Return the answer and its time."""
-        keys = opened_keys(tokens)
-        lookup = Lookup("r#1", len(tokens), 0, now(), promise, wait_s)
-        pending = PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
-        answer = await self.waiting.answer(pending)
-        return answer, pending, now()
+        return self.run(self.answer(promise, wait_s=wait_s))
+
+    async def answer(
+        self, promise: Promise | None, *, wait_s: float = WAIT_S
+    ) -> tuple[Answer, PendingLookup, float]:
+        pending = pending_lookup(promise, wait_s)
+        return await self.waiting.answer(pending), pending, now()
+
+
+def pending_lookup(promise: Promise | None, wait_s: float = WAIT_S) -> PendingLookup:
+    keys = opened_keys(PROMPT)
+    lookup = Lookup("r#1", len(PROMPT), 0, now(), promise, wait_s)
+    return PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def run(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+@pytest.fixture
+def bench() -> Iterator[Bench]:
     loop = new_loop(Random(1), Trace())
-    try:
-        loop.run_until_complete(test(Bench()))
-    finally:
-        loop.close()
+    yield Bench(loop)
+    loop.close()
 
 
 WHOLE = promise_of(PROMPT, 30)
 
 
-def test_without_a_promise_there_is_no_wait():
-    async def test(bench: Bench) -> None:
-        answer, lookup, when = await bench.ask(None)
-        assert (answer.chunks, when, lookup.believed) == (0, AT_ONCE, False)
-        assert bench.ranks[0].asked == ["lookup", "first"]
-
-    run(test)
+def test_without_a_promise_there_is_no_wait(bench: Bench):
+    answer, lookup, when = bench.ask(None)
+    assert (answer.chunks, when, lookup.believed) == (0, AT_ONCE, False)
+    assert bench.ranks[0].asked == ["lookup", "first"]
 
 
-def test_a_promise_that_is_already_kept_costs_one_lookup():
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT, 0.0)
-        answer, lookup, when = await bench.ask(WHOLE)
-        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (30, AT_ONCE, True)
-        assert bench.ranks[0].asked == ["lookup"]
-        assert (bench.counts.promises, bench.counts.kept, bench.counts.asks) == (1, 1, 0)
-
-    run(test)
+def test_a_promise_that_is_already_kept_costs_one_lookup(bench: Bench):
+    bench.put(PROMPT, 0.0)
+    answer, lookup, when = bench.ask(WHOLE)
+    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (30, AT_ONCE, True)
+    assert bench.ranks[0].asked == ["lookup"]
+    assert (bench.counts.promises, bench.counts.kept, bench.counts.asks) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("at", [0.001, 0.05, 0.7, 1.999])
-def test_chunks_that_arrive_in_time_are_awaited_and_found_soon(at: float):
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT[:16], 0.0)
-        bench.put(PROMPT, at, first=2)
-        answer, pending, when = await bench.ask(WHOLE)
-        assert answer.hit_tokens(CHUNK) == 30
-        assert at <= pending.queried_at <= when <= at + LAST_PAUSE_S + STEPS_S
-        assert (bench.counts.kept, bench.counts.late) == (1, 0)
+@pytest.mark.parametrize(
+    ("puts", "promise", "at"),
+    [
+        *(([(PROMPT[:16], 0.0, 0), (PROMPT, at, 2)], WHOLE, at) for at in (0.001, 0.05, 0.7, 1.999)),
+        ([(PROMPT, 0.1, 1), (PROMPT[:8], 0.5, 0)], WHOLE, 0.5),  # tiers may write in any order
+        ([(PROMPT[:16], 0.3, 0)], promise_of(PROMPT, 16), 0.3),
+    ],
+)
+def test_promised_chunks_that_arrive_in_time_are_awaited_and_found_soon(
+    bench: Bench, puts: list[tuple[list[int], float, int]], promise: Promise, at: float
+):
+    for tokens, when, first in puts:
+        bench.put(tokens, when, first=first)
 
-    run(test)
-
-
-def test_while_waiting_it_looks_up_only_the_first_missing_key_at_growing_intervals():
-    async def test(bench: Bench) -> None:
-        answer, _, when = await bench.ask(WHOLE)
-        assert (answer.hit_tokens(CHUNK), when) == (0, AT_THE_END)
-        asked = bench.ranks[0].asked
-        assert asked[:2] == ["lookup", "first"]  # the stored prefix, and the first missing chunk
-        assert set(asked[2:-2]) == {"first"}
-        assert asked[-2:] == ["lookup", "first"]  # the final answer
-        assert bench.counts.asks == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
-
-    run(test)
+    answer, pending, when = bench.ask(promise)
+    assert answer.hit_tokens(CHUNK) == promise.tokens
+    assert at <= pending.queried_at <= when <= at + LAST_PAUSE_S + STEPS_S
+    assert (bench.counts.kept, bench.counts.late) == (1, 0)
 
 
-def test_at_the_deadline_the_stored_prefix_is_the_hit():
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT[:8], 0.0)
-        bench.put(PROMPT[:16], 1.0, first=1)
-        answer, lookup, when = await bench.ask(WHOLE)
-        assert (answer.hit_tokens(CHUNK), when) == (16, AT_THE_END)
-        assert lookup.believed
-        assert (bench.counts.kept, bench.counts.late) == (0, 1)
-
-    run(test)
+def test_while_waiting_it_looks_up_only_the_first_missing_key_at_growing_intervals(bench: Bench):
+    answer, _, when = bench.ask(WHOLE)
+    assert (answer.hit_tokens(CHUNK), when) == (0, AT_THE_END)
+    asked = bench.ranks[0].asked
+    assert asked[:2] == ["lookup", "first"]  # the stored prefix, and the first missing chunk
+    assert set(asked[2:-2]) == {"first"}
+    assert asked[-2:] == ["lookup", "first"]  # the final answer
+    assert bench.counts.asks == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
 
 
-def test_a_missing_chunk_before_the_last_one_is_waited_for_too():
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT, 0.1, first=1)  # tiers may write in any order
-        bench.put(PROMPT[:8], 0.5)
-        answer, _, when = await bench.ask(WHOLE)
-        assert answer.hit_tokens(CHUNK) == 30
-        assert 0.5 <= when <= 0.5 + LAST_PAUSE_S + STEPS_S
-
-    run(test)
-
-
-def test_a_promise_of_a_part_is_kept_by_that_part():
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT[:16], 0.3)
-        answer, _, when = await bench.ask(promise_of(PROMPT, 16))
-        assert answer.hit_tokens(CHUNK) == 16
-        assert 0.3 <= when <= 0.3 + LAST_PAUSE_S + STEPS_S
-
-    run(test)
+def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
+    bench.put(PROMPT[:8], 0.0)
+    bench.put(PROMPT[:16], 1.0, first=1)
+    answer, lookup, when = bench.ask(WHOLE)
+    assert (answer.hit_tokens(CHUNK), when) == (16, AT_THE_END)
+    assert lookup.believed
+    assert (bench.counts.kept, bench.counts.late) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,62 +188,50 @@ def test_a_promise_of_a_part_is_kept_by_that_part():
         "other prompt's part",
     ],
 )
-def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(promise: Promise):
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT[:8], 0.0)
-        answer, lookup, when = await bench.ask(promise)
-        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (8, AT_ONCE, False)
-        assert (bench.counts.doubted, bench.counts.promises) == (1, 0)
-
-    run(test)
+def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(bench: Bench, promise: Promise):
+    bench.put(PROMPT[:8], 0.0)
+    answer, lookup, when = bench.ask(promise)
+    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (8, AT_ONCE, False)
+    assert (bench.counts.doubted, bench.counts.promises) == (1, 0)
 
 
-def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing():
-    async def test(bench: Bench) -> None:
-        answer, lookup, when = await bench.ask(WHOLE, wait_s=0.0)
-        assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (0, AT_ONCE, True)
-        assert (bench.counts.promises, bench.counts.late) == (0, 0)
-
-    run(test)
+def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing(bench: Bench):
+    answer, lookup, when = bench.ask(WHOLE, wait_s=0.0)
+    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (0, AT_ONCE, True)
+    assert (bench.counts.promises, bench.counts.late) == (0, 0)
 
 
-def test_a_request_that_is_gone_is_not_waited_for():
-    async def test(bench: Bench) -> None:
-        keys = opened_keys(PROMPT)
-        lookup = Lookup("r#1", 30, 0, 0.0, WHOLE, WAIT_S)
-        pending = PendingLookup(keys, lookup, keys.end_candidates(), lookup.asked_at)
+def test_a_request_that_is_gone_is_not_waited_for(bench: Bench):
+    async def abandon_later() -> float:
+        pending = pending_lookup(WHOLE)
         asking = asyncio.create_task(bench.waiting.answer(pending))
         await asyncio.sleep(0.3)
         pending.abandoned = True
         await asking
-        assert now() <= 0.3 + LAST_PAUSE_S + STEPS_S
-        assert bench.counts.late == 0
-        assert bench.counts.waiting == 0
+        return now()
 
-    run(test)
+    assert bench.run(abandon_later()) <= 0.3 + LAST_PAUSE_S + STEPS_S
+    assert (bench.counts.late, bench.counts.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("hangs_from", [0.2, 1.9])
-def test_a_hanging_rank_extends_the_wait_by_one_lookup_at_most(hangs_from: float):
-    async def test(bench: Bench) -> None:
-        bench.put(PROMPT[:8], 0.0)
-        bench.ranks[1].hangs_from = hangs_from
-        answer, pending, when = await bench.ask(WHOLE)
-        assert when <= WAIT_S + TIMEOUT_S + STEPS_S
-        assert pending.queried_at == AT_ONCE  # the last query has no answer
-        assert (answer.chunks, answer.pinned, answer.resident) == (1, True, False)
-
-    run(test)
+def test_a_hanging_rank_extends_the_wait_by_one_lookup_at_most(bench: Bench, hangs_from: float):
+    bench.put(PROMPT[:8], 0.0)
+    bench.ranks[1].hangs_from = hangs_from
+    answer, pending, when = bench.ask(WHOLE)
+    assert when <= WAIT_S + TIMEOUT_S + STEPS_S
+    assert pending.queried_at == AT_ONCE  # the last query has no answer
+    assert (answer.chunks, answer.pinned, answer.resident) == (1, True, False)
 
 
-def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_second():
-    async def test(bench: Bench) -> None:
-        await asyncio.gather(*(bench.ask(WHOLE) for _ in range(300)))
-        assert now() <= WAIT_S + 0.3
-        assert bench.counts.asks <= WAIT_S / SPACING_S + 300 * 2
-        assert bench.counts.late == 300
+def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_second(bench: Bench):
+    async def all_at_once() -> float:
+        await asyncio.gather(*(bench.answer(WHOLE) for _ in range(300)))
+        return now()
 
-    run(test)
+    assert bench.run(all_at_once()) <= WAIT_S + 0.3
+    assert bench.counts.asks <= WAIT_S / SPACING_S + 300 * 2
+    assert bench.counts.late == 300
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**5))

@@ -64,6 +64,17 @@ def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: An
     tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **{**times, **options}))
 
 
+def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
+    tracker = tracker_of(40)
+    first = ask(tracker, name="1")
+    second = ask(tracker, name="2")
+    answer(tracker, first, Answer(5))
+
+    assert tracker.offer(0.0, ready=True).tokens is None
+    answer(tracker, second, MISS)
+    assert tracker.offer(0.0, ready=True).tokens == 0
+
+
 @pytest.mark.parametrize(
     ("chunks", "queried_at", "answered_at", "now", "asks"),
     [
@@ -162,6 +173,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.keys = opened_keys(range(self.PROMPT))
         self.tracker = RequestTracker(self.view, self.keys, policy())
         self.open: dict[str, Lookup] = {}
+        self.unanswered: dict[str, Lookup] = {}  # also released ones
         self.asked_at = 0.0
         self.hit: int | None = None
         self.load_failed = False
@@ -198,7 +210,7 @@ class TrackerMachine(RuleBasedStateMachine):
             self._release(refresh.release)
             self.names += 1
             lookup = Lookup(str(self.names), self.view.num_tokens, self.epoch, self.now)
-            self.open[lookup.lookup_id] = lookup
+            self.open[lookup.lookup_id] = self.unanswered[lookup.lookup_id] = lookup
             self.tracker.lookup_sent(lookup)
             self.asked_at, self.hit, self.load_failed = self.now, None, False
         offer = self.tracker.offer(self.now, ready=ready)
@@ -213,12 +225,12 @@ class TrackerMachine(RuleBasedStateMachine):
             return None if self.now - self.asked_at < LOOKUP_TIMEOUT_S else 0
         return max(0, self.hit - self.local)
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.unanswered)
     @rule(chunks=st.integers(0, 5), partial=st.integers(0, 2), data=st.data())
     def answered(self, chunks: int, partial: int, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.open)))
+        name = data.draw(st.sampled_from(sorted(self.unanswered)))
         given = Answer(chunks, partial * BLOCK if chunks == 5 else 0, pinned=True)
-        answer(self.tracker, self.open[name], given)
+        answer(self.tracker, self.unanswered.pop(name), given)
         if name == str(self.names):
             self.hit = given.hit_tokens(CHUNK)
             self.offered = 0
@@ -284,8 +296,18 @@ class TrackerMachine(RuleBasedStateMachine):
         assert self.tracker.stores is False or may_store_again
 
     @precondition(lambda self: not self.done)
-    @rule(room=st.integers(0, 30))
-    def finished(self, room: int) -> None:
+    @rule(room=st.integers(0, 30), ends=st.sampled_from([True] + 9 * [False]))
+    def finished(self, room: int, ends: bool) -> None:
+        if ends:
+            self._finish(room)
+
+    def teardown(self) -> None:
+        if not self.done:
+            self._finish(30)
+        self._release(self.tracker.load_ended())
+        assert not self.open
+
+    def _finish(self, room: int) -> None:
         self.done = True
         self._release(self.tracker.lookup_unused())
         computed = self.tracker.known_after(0)

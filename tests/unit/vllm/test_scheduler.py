@@ -207,10 +207,11 @@ class Bench:
             )
         )
 
-    def finish(self, request: Request) -> None:
-        self.scheduler.finished(request)
+    def finish(self, request: Request) -> Promise | None:
+        promise = self.scheduler.finished(request)
         blocks = self.blocks.pop(request.request_id, [])
         self.pool.free_blocks(reversed(blocks))
+        return promise
 
     def complete(self, jobs: tuple[Job, ...]) -> None:
         for job in jobs:
@@ -900,12 +901,14 @@ def test_beyond_the_cap_chunks_wait_for_a_later_step():
     assert (spans(first), nothing, spans(second)) == ([(0, 16)], (), [(16, 32)])
 
 
-def test_chunks_above_the_cap_at_the_end_are_dropped_and_counted():
-    bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
+def test_chunks_above_the_cap_at_the_end_are_dropped_counted_and_not_promised():
+    bench = Bench(num_blocks=41, roles=Roles(hands_over=True), **{"vllm.max_pinned_fraction": 0.25})
     request = bench.request(38)
     bench.step((request, 38))
-    bench.finish(request)
+    promise = bench.finish(request)
 
+    assert promise is not None
+    assert promise.tokens == 16
     assert bench.idle().stores == ()
     assert bench.scheduler.metrics.counter("skipped_chunks_total", "blocks").value == 3
 
