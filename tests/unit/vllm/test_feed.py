@@ -13,44 +13,11 @@ TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
 
 
-def stores(samples: Samples) -> float:
-    return samples.total("stores_total")
-
-
 async def taken(feed: StatsFeed) -> Samples:
     async with asyncio.timeout(150):
         while not (samples := feed.take()):
             await asyncio.sleep(0.001)
     return samples
-
-
-async def test_each_count_is_taken_once_after_the_initial_zeros() -> None:
-    async with Rig().open() as engine:
-        feed = StatsFeed(engine)
-        first = await taken(feed)
-        await engine.store(TOKENS, SLOTS)
-        await engine.store(TOKENS, SLOTS)
-        later = 0.0
-        while later < 2:
-            later += stores(await taken(feed))
-        feed.close()
-
-    assert stores(first) == 0
-    assert first.get("stores_total") == 0
-    assert later == 2
-    assert not feed.take()
-
-
-async def test_values_that_were_not_taken_are_merged_with_later_ones() -> None:
-    async with Rig().open() as engine:
-        feed = StatsFeed(engine)
-        for _ in range(3):
-            await engine.store(TOKENS, SLOTS)
-            feed._collect()
-
-        assert stores(feed.take()) == 3
-        assert not feed.take()
-        feed.close()
 
 
 async def test_the_model_thread_never_waits_for_the_loop() -> None:

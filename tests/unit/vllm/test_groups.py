@@ -111,9 +111,9 @@ def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, n
     position. Records for two positions are not combined.
     """
     keys, unit = opened_keys(range(num_tokens), roots=[ROOT] * 2, groups=groups), block_size_of(groups)
-    earlier = data.draw(st.integers(0, num_tokens), label="tokens of the stored prompt")
-    positions = st.integers(1, 30).map(lambda units: unit * units).filter(lambda each: each <= num_tokens)
-    boundaries = data.draw(st.sets(positions, max_size=3) if num_tokens >= unit else st.just(set()))
+    earlier = data.draw(st.integers(0, num_tokens).map(lambda less: num_tokens - less), label="stored tokens")
+    positions = [*range(num_tokens - num_tokens % unit, 0, -unit)]
+    boundaries = data.draw(st.sets(st.sampled_from(positions), max_size=3) if positions else st.just(set()))
     stored = records_of_prompt(groups, earlier)
     at_boundary: dict[int, list[bytes]] = {}
     for boundary in boundaries:
@@ -124,7 +124,9 @@ def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, n
     chunks = stored.keys() - {name for names in at_boundary.values() for name in names}
     ranks = [Rank(), Rank()]
     for rank in ranks:
-        evicted = data.draw(st.sets(st.sampled_from(sorted(stored)), max_size=2)) if stored else set()
+        bounded = sorted(stored.keys() - chunks)
+        records = [st.sampled_from(names) for names in (sorted(chunks), bounded) if names]
+        evicted = data.draw(st.sets(st.one_of(records), max_size=2)) if records else set()
         rank.stored = stored.keys() - evicted
     held = ranks[0].stored & ranks[1].stored
 
@@ -171,3 +173,14 @@ def test_a_hit_of_the_whole_prompt_takes_one_message() -> None:
 
     assert find(keys, groups, rank).hit_tokens(CHUNK) == 5 * CHUNK
     assert rank.messages == 1
+
+
+def test_a_boundary_after_the_stored_prefix_is_no_hit() -> None:
+    """The partial chunk at the end was evicted, and the window before it was not."""
+    groups = [KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=9)]
+    rank, keys = Rank(), opened_keys(range(5 * CHUNK + 2 * BLOCK + 1), roots=[ROOT], groups=groups)
+    rank.stored.update(records_of_prompt(groups, 5 * CHUNK))
+    for boundary in (5 * CHUNK + 2 * BLOCK, 4 * CHUNK):
+        rank.stored.update(unpack_keys(keys.boundary_keys(groups[1], boundary)[0]))
+
+    assert find(keys, groups, rank).hit_tokens(CHUNK) == 4 * CHUNK

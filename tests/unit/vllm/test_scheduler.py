@@ -400,10 +400,11 @@ def image(identifier: str) -> MultiModalFeatureSpec:
     [
         ({"mm_features": [image("cat.png")]}, True),
         ({"mm_features": [image("renderer0-mm-1-image-0")]}, False),
+        ({"prompt_embeds": torch.zeros(20, 4)}, False),
         ({"prompt_token_ids": None, "prompt_embeds": torch.zeros(20, 4)}, False),
         ({"resumable": True}, False),
     ],
-    ids=["an image named by the client", "a counted image", "embeddings", "a streaming session"],
+    ids=["a named image", "a counted image", "embeddings", "embeddings alone", "a streaming session"],
 )
 def test_prompts_that_their_tokens_do_not_identify_are_neither_looked_up_nor_stored(
     options: dict[str, Any], cached: bool

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from array import array
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.support.broken_loop import BrokenLoops
 from tests.support.vllm_simulator import Until
 
 CHUNK, BLOCK = 4, 2
+LAYERS = ("first", "second")
 
 
 class Engine:
@@ -100,7 +101,7 @@ class Worker(WorkerConnector):
         self,
         engine: Engine,
         socket_dir: Path,
-        groups: tuple[KVGroup, ...] = (KVGroup(0, BLOCK),),
+        groups: tuple[KVGroup, ...],
         *,
         rank: int = 1,
         kv_events: bool = False,
@@ -126,22 +127,40 @@ class Worker(WorkerConnector):
         self.open = self.rank.open
         super().__init__([self.rank])
 
+    def step(self, *loads: Job, stores: Sequence[Job] = ()) -> None:
+        self.begin_step(StepMetadata(loads=loads, stores=tuple(stores)))
+        self.start_stores()
 
-NAMESPACE = Namespace(model="m", weights="w", dtype="float32", layout="l")
+
+NAMESPACE = Namespace(model="m0", weights="w", dtype="float32", layout="l")
 
 
 @pytest.fixture
 def layout() -> KVLayout:
-    return KVLayout.from_block_views([torch.zeros(20, 1, BLOCK, 4)], num_blocks=20, block_size=BLOCK)
+    layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in LAYERS}
+    return KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK)
 
 
 @pytest.fixture
-def worker(socket_dir: Path, layout: KVLayout) -> Iterator[Worker]:
-    side = Worker(Engine(), socket_dir)
-    side.open(EngineGroup(layout, NAMESPACE))
-    yield side
-    side.engine.gate.set()
-    side.close()
+def make(socket_dir: Path, layout: KVLayout) -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(
+        engine: Engine | None = None, groups: Sequence[KVGroup] = (KVGroup(0, BLOCK),), **options: Any
+    ) -> Worker:
+        made.append(Worker(engine or Engine(), socket_dir, tuple(groups), **options))
+        made[-1].open(*(EngineGroup(layout, replace(NAMESPACE, model=f"m{group.index}")) for group in groups))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.engine.gate.set()
+        side.close()
+
+
+@pytest.fixture
+def worker(make: Callable[..., Worker]) -> Worker:
+    return make()
 
 
 def finished(worker: Worker, until: Until, count: int = 1) -> tuple[list[str], set[int]]:
@@ -222,12 +241,15 @@ def test_blocks_beyond_the_hit_are_reported_no_later_than_the_end(worker: Worker
     assert finished(worker, until) == (["r1"], {13, 14})
 
 
-def test_an_engine_that_raises_is_a_load_with_every_block_failed_and_a_store_that_gives_its_blocks_back(
-    worker: Worker, until: Until
+@pytest.mark.parametrize("broken", ["the engine", "the fence"])
+def test_what_breaks_is_a_load_with_every_block_failed_and_a_store_that_gives_its_blocks_back(
+    worker: Worker, until: Until, monkeypatch: pytest.MonkeyPatch, broken: str
 ):
-    worker.engine.error = RuntimeError("a bug")
-    worker.begin_step(StepMetadata(loads=(job(blocks=(SKIP, 11, 12)),), stores=(job(7),)))
-    worker.start_stores()
+    if broken == "the engine":
+        worker.engine.error = RuntimeError("a bug")
+    else:
+        monkeypatch.setattr(worker.engine, "fence", lambda: 1 / 0)
+    worker.step(job(blocks=(SKIP, 11, 12)), stores=[job(7)])
 
     assert finished(worker, until) == (["r1"], {11, 12})
     assert copied(worker, until) == {7: 1}
@@ -245,28 +267,23 @@ def test_a_broken_load_does_not_affect_others(worker: Worker, until: Until):
     "second", [KVGroup(1, BLOCK), KVGroup(1, BLOCK, window=3 * BLOCK)], ids=["full attention", "windows"]
 )
 def test_a_load_of_two_groups_ends_once_and_fails_as_a_whole_request(
-    socket_dir: Path, layout: KVLayout, until: Until, second: KVGroup
+    make: Callable[..., Worker], until: Until, second: KVGroup
 ):
     """VLLM cannot map block ids of several groups to requests."""
-    side = Worker(Engine(), socket_dir, (KVGroup(0, BLOCK), second))
-    side.open(EngineGroup(layout, NAMESPACE), EngineGroup(layout, replace(NAMESPACE, model="n")))
+    side = make(groups=(KVGroup(0, BLOCK), second))
     (first,) = job().parts
     both = replace(job(), parts=(first, replace(first, group=1)))
     side.engine.hit_chunks = 2
-    side.begin_step(StepMetadata(loads=(both,), stores=(replace(both, job_id=8),)))
-    side.start_stores()
+    side.step(both, stores=[replace(both, job_id=8)])
 
     assert finished(side, until) == (["r1"], set())
     assert side.take_failed_requests() == {"r1"}
     assert copied(side, until) == {8: 1}
     assert len(side.engine.stored) == 2
     assert [request.group for request in side.engine.retrieved] == [0, 1]
-    side.close()
 
 
-def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(
-    socket_dir: Path, layout: KVLayout, until: Until
-):
+def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(make: Callable[..., Worker], until: Until):
     """A coroutine that is never awaited would be a warning, which fails the test."""
 
     class Failing(Engine):
@@ -274,8 +291,7 @@ def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(
             self.retrieved.append(request)
             raise OSError("no more threads")
 
-    side = Worker(Failing(), socket_dir, tuple(KVGroup(index, BLOCK) for index in range(4)))
-    side.open(*(EngineGroup(layout, replace(NAMESPACE, model=str(index))) for index in range(4)))
+    side = make(Failing(), [KVGroup(index, BLOCK) for index in range(4)])
     (first,) = job().parts
     parts = tuple(replace(first, group=index) for index in range(4))
     side.begin_step(StepMetadata(loads=(replace(job(), parts=parts),)))
@@ -287,19 +303,16 @@ def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(
 
 
 @pytest.mark.parametrize("leading", [0, 1])
-def test_kv_events_are_of_the_leading_group(socket_dir: Path, layout: KVLayout, until: Until, leading: int):
+def test_kv_events_are_of_the_leading_group(make: Callable[..., Worker], until: Until, leading: int):
     window = KVGroup(1 - leading, BLOCK, window=3 * BLOCK)
     groups = sorted([KVGroup(leading, BLOCK), window, KVGroup(2, BLOCK)], key=lambda group: group.index)
-    side = Worker(Engine(), socket_dir, tuple(groups), rank=0, kv_events=True)
-    namespaces = [replace(NAMESPACE, model=f"m{group.index}") for group in groups]
-    side.open(*(EngineGroup(layout, namespace) for namespace in namespaces))
+    side = make(groups=groups, rank=0, kv_events=True)
     (part,) = job(blocks=(10, 11)).parts
     keys = [bytes([group.index]) * 16 for group in groups]
     parts = tuple(
         replace(part, group=group.index, keys=(key,)) for group, key in zip(groups, keys, strict=True)
     )
-    side.begin_step(StepMetadata(stores=(replace(job(), parts=parts, event_lora_name=""),)))
-    side.start_stores()
+    side.step(stores=[replace(job(), parts=parts, event_lora_name="")])
     copied(side, until)
 
     side.watcher.kept("cpu", keys)
@@ -307,7 +320,6 @@ def test_kv_events_are_of_the_leading_group(socket_dir: Path, layout: KVLayout, 
 
     assert report is not None
     assert [notice.key for notice in report.notices] == [keys[leading]]
-    side.close()
 
 
 def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Until):
@@ -338,8 +350,7 @@ def test_the_result_of_a_store_for_a_consumer_is_reported(
         worker.engine.error = RuntimeError("a bug")
     else:
         worker.engine.store_report = report
-    worker.begin_step(StepMetadata(stores=(replace(job(7), hand_over=True), job(8))))
-    worker.start_stores()
+    worker.step(stores=[replace(job(7), hand_over=True), job(8)])
     found = reports(worker, until, copied=2, answered=1)
 
     assert found.answered == {7: 1}
@@ -348,22 +359,12 @@ def test_the_result_of_a_store_for_a_consumer_is_reported(
 
 def test_the_models_thread_waits_for_no_engine(worker: Worker, until: Until):
     worker.engine.gate.clear()
-    worker.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    worker.start_stores()
+    worker.step(job(1), stores=[job(2)])
 
     assert worker.take_finished() == set()
     assert worker.take_report() is None
     worker.engine.gate.set()
     assert finished(worker, until)[0] == ["r1"]
-    assert copied(worker, until) == {2: 1}
-
-
-def test_without_a_fence_nothing_is_copied_and_all_is_reported(worker: Worker, until: Until, monkeypatch):
-    monkeypatch.setattr(worker.engine, "fence", lambda: 1 / 0)
-    worker.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    worker.start_stores()
-
-    assert finished(worker, until) == (["r1"], {10, 11, 12, 13, 14})
     assert copied(worker, until) == {2: 1}
 
 
@@ -384,8 +385,7 @@ async def test_a_client_of_another_protocol_gets_an_error_and_the_server_continu
 
 async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker, until: Until):
     await ask(worker.socket, {"op": "clear", "epoch": 1, "memory_only": True})
-    worker.begin_step(StepMetadata(stores=(replace(job(1, epoch=0), hand_over=True), job(2, epoch=1))))
-    worker.start_stores()
+    worker.step(stores=[replace(job(1, epoch=0), hand_over=True), job(2, epoch=1)])
     found = reports(worker, until, copied=2, answered=1)
 
     assert (found.copied, found.answered) == ({1: 1, 2: 1}, {1: 1})
@@ -394,9 +394,8 @@ async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker
     assert worker.engine.cleared == [True]
 
 
-def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout: KVLayout):
-    side = Worker(Engine(), socket_dir)
-    side.open(EngineGroup(layout, NAMESPACE))
+def test_close_closes_the_engine_and_removes_the_socket(make: Callable[..., Worker]):
+    side = make()
     side.close()
     side.close()
 
@@ -404,12 +403,10 @@ def test_close_closes_the_engine_and_removes_the_socket(socket_dir: Path, layout
     assert not side.socket.exists()
 
 
-def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVLayout):
-    side = Worker(Engine(), socket_dir)
-    side.open(EngineGroup(layout, NAMESPACE))
+def test_jobs_after_the_end_are_reported_as_failed(make: Callable[..., Worker]):
+    side = make()
     side.close()
-    side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    side.start_stores()
+    side.step(job(1), stores=[job(2)])
 
     assert side.take_finished() == {"r1"}
     assert side.take_failed_blocks() == {10, 11, 12, 13, 14}
@@ -417,14 +414,12 @@ def test_jobs_after_the_end_are_reported_as_failed(socket_dir: Path, layout: KVL
 
 
 def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm_continues(
-    socket_dir: Path, layout: KVLayout, until: Until, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Worker], until: Until, monkeypatch: pytest.MonkeyPatch
 ):
     loops = BrokenLoops(monkeypatch)
-    side = Worker(Engine(), socket_dir)
-    side.open(EngineGroup(layout, NAMESPACE))
+    side = make()
     side.engine.gate.clear()
-    side.begin_step(StepMetadata(loads=(job(1),), stores=(job(2),)))
-    side.start_stores()
+    side.step(job(1), stores=[job(2)])
     until(lambda: bool(side.engine.retrieved and side.engine.stored))
 
     loops.break_one(side.rank._loop_thread.call_soon)
@@ -432,8 +427,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     assert copied(side, until) == {2: 1}
     side.engine.gate.set()
 
-    side.begin_step(StepMetadata(loads=(job(3, blocks=(1, 2)),), stores=(job(4),)))
-    side.start_stores()
+    side.step(job(3, blocks=(1, 2)), stores=[job(4)])
     assert finished(side, until) == (["r3"], {1, 2})
     assert copied(side, until) == {4: 1}
     assert side.rank.take_stats() is not None
@@ -465,15 +459,10 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
 
 
 @pytest.fixture
-def deep(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    """A worker with two layers, and a deadline far longer than any wait."""
+def deep(make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """A deadline far longer than any wait."""
     monkeypatch.setattr(worker_module, "BEGIN_S", 60.0)
-    layers = {name: torch.zeros(20, 1, BLOCK, 4) for name in ("first", "second")}
-    side = Worker(Engine(), socket_dir)
-    side.open(EngineGroup(KVLayout.from_block_views(layers, num_blocks=20, block_size=BLOCK), NAMESPACE))
-    yield side
-    side.engine.gate.set()
-    side.close()
+    return make()
 
 
 def waited_load(job_id: int = 1) -> StepMetadata:
@@ -489,7 +478,7 @@ def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Work
     passed: list[str] = []
 
     def forward() -> None:
-        for name in ("first", "second"):
+        for name in LAYERS:
             deep.wait_for_layer(name)
             passed.append(name)
 
@@ -505,23 +494,13 @@ def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Work
     assert (deep.take_failed_blocks(), deep.take_finished()) == (set(), set())
 
 
-def test_blocks_a_layerwise_load_did_not_find_are_known_when_the_forward_ends(deep: Worker):
-    deep.engine.hit_chunks = 1
-    deep.begin_step(waited_load())
-    for name in ("first", "second"):
-        deep.wait_for_layer(name)
-
-    assert deep.take_failed_blocks() == {12, 13, 14}
-    assert deep.take_finished() == set()
-
-
 def test_a_layerwise_load_that_does_not_begin_is_abandoned_and_never_written(
     deep: Worker, until: Until, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(worker_module, "BEGIN_S", 0.0)
     deep.engine.gate.clear()
     deep.begin_step(waited_load())
-    for name in ("first", "second"):
+    for name in LAYERS:
         deep.wait_for_layer(name)
     assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
 
@@ -531,44 +510,35 @@ def test_a_layerwise_load_that_does_not_begin_is_abandoned_and_never_written(
     deep.engine.gate.set()
     monkeypatch.setattr(worker_module, "BEGIN_S", 60.0)
     deep.begin_step(waited_load(2))
-    for name in ("first", "second"):
+    for name in LAYERS:
         deep.wait_for_layer(name)
     failed = deep.take_failed_blocks()  # only of the second one: the other blocks were reported before
     assert failed == {10, 11, 12, 13, 14}
     assert deep.take_failed_blocks() == set()
 
 
-def test_a_forward_pass_that_does_not_wait_for_every_layer_fails_the_load(deep: Worker):
-    deep.begin_step(waited_load())
-    deep.wait_for_layer("first")
-
-    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
-
-
-def test_a_layerwise_load_that_cannot_be_started_does_not_block(deep: Worker, monkeypatch):
-    monkeypatch.setattr(deep.engine, "fence", lambda: 1 / 0)
-    deep.begin_step(waited_load())
-    for name in ("first", "second"):
-        deep.wait_for_layer(name)
-
-    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
-
-
-def test_a_load_whose_end_cannot_be_reported_has_failed(deep: Worker, monkeypatch: pytest.MonkeyPatch):
-    deep.begin_step(waited_load())
-    for name in ("first", "second"):
-        deep.wait_for_layer(name)
-    monkeypatch.setattr(worker_module.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
-
-    assert deep.take_failed_blocks() == {10, 11, 12, 13, 14}
-
-
-@pytest.mark.parametrize(("waited", "failed"), [([], set()), (["first"], {10, 11, 12, 13, 14})])
-def test_a_layer_of_an_unknown_name_waits_for_everything_and_excuses_no_other(
-    deep: Worker, waited: list[str], failed: set[int]
+@pytest.mark.parametrize(
+    ("waited", "broken", "failed"),
+    [
+        (LAYERS, "", {12, 13, 14}),
+        (LAYERS[:1], "", {10, 11, 12, 13, 14}),
+        (["shares the cache of another"], "", {12, 13, 14}),  # it waits for every layer
+        (["first", "shares the cache of another"], "", {10, 11, 12, 13, 14}),  # and excuses no other
+        (LAYERS, "fence", {10, 11, 12, 13, 14}),
+        (LAYERS, "outcome", {10, 11, 12, 13, 14}),
+    ],
+)
+def test_blocks_that_were_not_found_or_not_awaited_are_known_when_the_forward_ends(
+    deep: Worker, monkeypatch: pytest.MonkeyPatch, waited: Sequence[str], broken: str, failed: set[int]
 ):
+    deep.engine.hit_chunks = 1
+    if broken == "fence":
+        monkeypatch.setattr(deep.engine, "fence", lambda: 1 / 0)
     deep.begin_step(waited_load())
-    for name in [*waited, "shares the cache of another"]:
+    for name in waited:
         deep.wait_for_layer(name)
+    if broken == "outcome":
+        monkeypatch.setattr(worker_module.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
 
     assert deep.take_failed_blocks() == failed
+    assert deep.take_finished() == set()
