@@ -104,20 +104,25 @@ def broken(setup: Setup) -> LMCacheAsyncConnector:
     return connector
 
 
-def test_no_failure_of_the_scheduler_of_reaches_vllm(broken: LMCacheAsyncConnector):
+def assert_does_nothing(connector: LMCacheAsyncConnector) -> None:
+    """A connector whose scheduler side is off, or fails in every call."""
     request, blocks = SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],))
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, blocks, 0)
+    assert connector.build_connector_meta(SimpleNamespace()) == StepMetadata()
+    connector.update_connector_output(KVConnectorOutput())
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)
+    assert connector.request_finished(request, []) == (False, None)
+    assert connector.has_pending_block_frees() is False
+    assert connector.reset_cache() is True
+    connector.shutdown()
 
-    broken.on_new_request(request)
-    assert broken.get_num_new_matched_tokens(request, 0) == (0, False)
-    broken.update_state_after_alloc(request, blocks, 16)
-    assert broken.get_external_cache_hit_sources(request, 16) == {}
-    assert broken.build_connector_meta(SimpleNamespace()) == StepMetadata()
-    broken.update_connector_output(KVConnectorOutput())
-    assert broken.request_finished_all_groups(request, ([],)) == (False, None)
-    assert broken.request_finished(request, []) == (False, None)
-    assert broken.has_pending_block_frees() is False
-    assert broken.reset_cache() is True
-    broken.shutdown()
+
+def test_no_failure_of_the_scheduler_of_reaches_vllm(broken: LMCacheAsyncConnector):
+    broken.update_state_after_alloc(SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],)), 16)
+    assert broken.get_external_cache_hit_sources(SimpleNamespace(request_id="r"), 16) == {}
+    assert_does_nothing(broken)
 
 
 def test_a_failure_is_logged_once_for_each_cause(broken: LMCacheAsyncConnector, monkeypatch, caplog):
@@ -174,56 +179,54 @@ def test_graphs_of_whole_forwards_are_refused_where_each_layer_is_awaited(wanted
     assert LMCacheAsyncConnector.requires_piecewise_for_cudagraph(options) is piecewise
 
 
+FULL = (KVGroup(0, 16),)
+
+
 @pytest.mark.parametrize(
-    ("wanted", "overlapped", "device", "tokens"),
+    ("wanted", "device", "changes", "groups", "awaited", "layerwise"),
     [
-        ("auto", False, "cpu", 100),
-        ("auto", False, "cuda", 0),
-        ("always", False, "cuda", 100),
-        ("always", True, "cuda", 0),
-        ("auto", True, "cpu", 0),
-        ("never", False, "cpu", 0),
+        ("auto", "cpu", {}, FULL, 100, 100),
+        ("auto", "cuda", {}, FULL, 0, 0),
+        ("always", "cuda", {}, FULL, 100, 100),
+        ("never", "cpu", {}, FULL, 0, 0),
+        # The end of a step must be known before the next one.
+        ("always", "cuda", {"scheduler_config.async_scheduling": True}, FULL, 0, 0),
+        ("auto", "cpu", {"scheduler_config.async_scheduling": True}, FULL, 0, 0),
+        # VLLM must be able to repeat the step after a failed load.
+        ("always", "cpu", {}, (KVGroup(0, 16), KVGroup(1, 16)), 100, 0),
+        ("always", "cpu", {}, (KVGroup(0, 16, window=100),), 100, 0),
+        ("always", "cpu", {"use_v2_model_runner": True}, FULL, 100, 0),  # it computes from a wrong position
+        # Layers of draft models run after the end of the step is reported.
+        *(
+            ("auto", "cpu", {"speculative_config.method": name}, FULL, 100, 0)
+            for name in ("eagle", "mtp", "draft_model")
+        ),
+        ("auto", "cpu", {"speculative_config.method": "ngram"}, FULL, 100, 100),
     ],
 )
-def test_layers_are_awaited_only_where_a_steps_end_is_known_before_the_next_one(
-    setup: Setup, wanted: str, overlapped: bool, device: str, tokens: int
+def test_loads_that_a_step_awaits(
+    setup: Setup,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    device: str,
+    changes: dict[str, Any],
+    groups: tuple[KVGroup, ...],
+    awaited: int,
+    layerwise: int,
 ):
     config = vllm_config(setup)
-    config.scheduler_config.async_scheduling = overlapped
     config.device_config.device_type = device
+    config.speculative_config = (
+        SimpleNamespace(method="none") if "speculative_config.method" in changes else None
+    )
+    monkeypatch.setattr(type(config), "use_v2_model_runner", False)  # it needs Triton
+    for path, value in changes.items():
+        *parts, name = path.split(".")
+        monkeypatch.setattr(getattr(config, parts[0]) if parts else type(config), name, value)
     ours = load_config(env={}, extra={"vllm.layerwise_load": wanted, "vllm.layerwise_max_tokens": 100})
 
-    assert awaited_tokens(ours, config) == tokens
-    assert layerwise_tokens(ours, config, [KVGroup(0, 16)]) == tokens
-
-
-@pytest.mark.parametrize(
-    ("groups", "runner"),
-    [
-        ((KVGroup(0, 16), KVGroup(1, 16)), 1),
-        ((KVGroup(0, 16, window=100),), 1),
-        ((KVGroup(0, 16),), 2),  # computes from a wrong position after a failed load
-    ],
-)
-def test_no_step_awaits_its_own_load_if_vllm_cannot_repeat_it(
-    setup: Setup, groups: tuple[KVGroup, ...], runner: int, monkeypatch: pytest.MonkeyPatch
-):
-    config = vllm_config(setup)
-    monkeypatch.setattr(type(config), "use_v2_model_runner", runner == 2)  # it needs Triton
-    ours = load_config(env={}, extra={"vllm.layerwise_load": "always"})
-
-    assert layerwise_tokens(ours, config, groups) == 0
-
-
-@pytest.mark.parametrize(("method", "tokens"), [("eagle", 0), ("mtp", 0), ("draft_model", 0), ("ngram", 100)])
-def test_no_step_awaits_a_load_of_layers_that_run_after_its_end_is_reported(
-    setup: Setup, method: str, tokens: int
-):
-    config = vllm_config(setup)
-    config.speculative_config = SimpleNamespace(method=method)
-    ours = load_config(env={}, extra={"vllm.layerwise_max_tokens": 100})
-
-    assert layerwise_tokens(ours, config, [KVGroup(0, 16)]) == tokens
+    assert awaited_tokens(ours, config) == awaited
+    assert layerwise_tokens(ours, config, groups) == layerwise
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])
@@ -322,16 +325,8 @@ def test_unsupported_features_turn_the_connector_off_with_the_reason(setup: Setu
 
     (line,) = [record.message for record in caplog.records if record.name == "test.off"]
     assert "does not allow" in line
-    request = SimpleNamespace(request_id="r")
-    scheduler.on_new_request(request)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler.update_state_after_alloc(request, None, 0)
-    assert scheduler.build_connector_meta(None) == StepMetadata()
-    scheduler.update_connector_output(KVConnectorOutput())
-    assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
     assert not scheduler.has_pending_push_work()
-    assert not scheduler.has_pending_block_frees()
-    assert scheduler.reset_cache() is True
+    assert_does_nothing(scheduler)
     worker.register_kv_caches({})
     worker.bind_connector_metadata(StepMetadata())
     worker.start_load_kv(None)
@@ -339,8 +334,7 @@ def test_unsupported_features_turn_the_connector_off_with_the_reason(setup: Setu
     assert worker.get_finished(set()) == (None, None)
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
-    for connector in (scheduler, worker):
-        connector.shutdown()
+    worker.shutdown()
 
 
 def test_an_engine_that_cannot_be_opened_turns_the_worker_off(setup: Setup, caplog):

@@ -15,7 +15,6 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.metrics import (
@@ -28,7 +27,7 @@ from lmcache_async.integration.vllm.metrics import (
 )
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.metrics.series import CALL_BUCKETS_S
-from tests.support.vllm_simulator import SIMULATOR_OPTIONS, Setup, SimulatedVLLM, Until, prompt
+from tests.support.vllm_simulator import SimulatedVLLM, Simulators, Until, prompt
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 
@@ -50,27 +49,14 @@ def shards() -> int | None:
 
 
 @pytest.fixture
-def simulator(
-    tmp_path: Path, socket_dir: Path, until: Until, multi: bool, shards: int | None
-) -> Iterator[SimulatedVLLM]:
+def simulator(simulators: Simulators, tmp_path: Path, multi: bool, shards: int | None) -> SimulatedVLLM:
     options = {
-        **SIMULATOR_OPTIONS,
         "vllm.prefill_tokens_per_s": 100,
-        "vllm.socket_dir": str(socket_dir),
         "tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}],
     }
     if shards:  # two engines in one process, which share its memory, instead of in two
         options |= {"vllm.kv_head_shards": shards, "arena.max_bytes": "16MiB"}
-    ranks = 1 if shards else 2
-    setup = Setup(folder=tmp_path / "model", options=options, ranks=ranks, multi=multi, split_heads=True)
-    sim = SimulatedVLLM(setup)
-    until(lambda: ours(sim.connector).scheduler.ready)
-    yield sim
-    sim.close()
-
-
-def ours(connector: Any) -> LMCacheAsyncConnector:
-    return connector._connectors[0] if isinstance(connector, MultiConnector) else connector
+    return simulators(options, ranks=1 if shards else 2, multi=multi, split_heads=True)
 
 
 def values(**labels: str) -> dict[tuple[str, ...], float]:
@@ -94,13 +80,6 @@ def served(sim: SimulatedVLLM, prom: KVConnectorProm, *, engine: int = 0) -> Non
         prom.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), engine)
 
 
-def settle(sim: SimulatedVLLM, until: Until) -> None:
-    sim.run()
-    engines = [each.engine for rank in sim.ranks for each in ours(rank.connector).worker.engines]
-    until(lambda: all(engine.statistics().running == 0 for engine in engines))
-    assert sim.scheduler.reset_prefix_cache()
-
-
 def run_until_received(
     sim: SimulatedVLLM, prom: KVConnectorProm, until: Until, wanted: dict[Any, float]
 ) -> None:
@@ -122,12 +101,14 @@ def run_until_received(
     [(False, None), (True, None), (False, 2)],
     ids=["alone", "in a MultiConnector", "shards"],
 )
-def test_a_hit_is_exported_by_tier_with_vllms_labels(simulator: SimulatedVLLM, until: Until) -> None:
-    sim = simulator
+def test_a_hit_is_exported_by_tier_with_vllms_labels(
+    simulator: SimulatedVLLM, simulators: Simulators
+) -> None:
+    sim, until = simulator, simulators.until
     prom = server_metrics(sim)
     tokens = prompt(500)
     sim.add("cold", tokens)
-    settle(sim, until)
+    simulators.settle(sim)
     sim.add("warm", tokens)
     sim.run()
     run_until_received(sim, prom, until, {("retrieve_hit_tokens_total", "cpu"): 2 * 496})
@@ -147,10 +128,10 @@ def test_a_hit_is_exported_by_tier_with_vllms_labels(simulator: SimulatedVLLM, u
     assert values() == received  # every series has vLLM's labels
 
 
-def test_without_changes_nothing_is_sent(simulator: SimulatedVLLM, until: Until) -> None:
-    sim = simulator
+def test_without_changes_nothing_is_sent(simulator: SimulatedVLLM, simulators: Simulators) -> None:
+    sim, until = simulator, simulators.until
     sim.add("cold", prompt(500))
-    settle(sim, until)
+    simulators.settle(sim)
 
     def silent() -> bool:
         sides = [*(rank.connector for rank in sim.ranks), sim.connector]
@@ -163,7 +144,10 @@ def test_without_changes_nothing_is_sent(simulator: SimulatedVLLM, until: Until)
 
 
 def test_an_error_in_the_metrics_does_not_affect_requests(
-    simulator: SimulatedVLLM, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    simulator: SimulatedVLLM,
+    simulators: Simulators,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("on purpose")
@@ -171,10 +155,10 @@ def test_an_error_in_the_metrics_does_not_affect_requests(
     sim = simulator
     monkeypatch.setattr("lmcache_async.metrics.metrics.Metrics.read", broken)
     sim.add("cold", prompt(500))
-    settle(sim, until)
+    simulators.settle(sim)
 
     assert sim.finish_reasons == {"cold": "length"}
-    until(lambda: "on purpose" in caplog.text)
+    simulators.until(lambda: "on purpose" in caplog.text)
 
 
 def test_a_second_engine_in_the_process_starts_at_zero(simulator: SimulatedVLLM) -> None:
@@ -187,11 +171,11 @@ def test_a_second_engine_in_the_process_starts_at_zero(simulator: SimulatedVLLM)
     assert values()["arena_waiting",] == 3
 
 
-def test_vllms_log_line_has_a_few_numbers(simulator: SimulatedVLLM, until: Until) -> None:
-    sim = simulator
+def test_vllms_log_line_has_a_few_numbers(simulator: SimulatedVLLM, simulators: Simulators) -> None:
+    sim, until = simulator, simulators.until
     logged = KVConnectorLogging(sim.config.kv_transfer_config)
     sim.add("cold", prompt(500))
-    settle(sim, until)
+    simulators.settle(sim)
     until(lambda: _steps_tell(sim, logged, "stored tokens"))
     lines: list[str] = []
 
