@@ -123,8 +123,15 @@ class Daemon:
                     descriptors = [self._memory_fd] if served else []
                     socket.send_fds(connection, [pack_welcome(welcome)], descriptors)
                     if served:
+                        session = Session(
+                            self.pool, hello.tenant, welcome.max_lease_bytes, self._session_ended
+                        )
+                        self._sessions.add(session)
+                        undo.callback(self._session_ended, session)
+                        loop = asyncio.get_running_loop()
+                        await loop.connect_accepted_socket(lambda: session, connection)
+                        session.watch(process)
                         undo.pop_all()
-                        await self._begin(hello.tenant, welcome.max_lease_bytes, connection, process)
             except TimeoutError:
                 logger.report("late", "a connection was refused: no greeting arrived in time")
             except (OSError, EOFError, ProtocolError) as error:
@@ -138,20 +145,6 @@ class Daemon:
             refusal = Refusal.TOO_MUCH
         most = min(self._config.client_bytes, hello.max_lease_bytes or self._config.client_bytes)
         return Welcome(PROTOCOL, refusal, self.id, self._nbytes, most)
-
-    async def _begin(
-        self, tenant: str, max_lease_bytes: int, connection: socket.socket, process: int
-    ) -> None:
-        session = Session(self.pool, tenant, max_lease_bytes, self._session_ended)
-        self._sessions.add(session)
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(lambda: session, connection)
-        except BaseException:
-            self._session_ended(session)
-            connection.close()
-            raise
-        session.watch(process)
 
     def _session_ended(self, session: Session) -> None:
         self._sessions.discard(session)
