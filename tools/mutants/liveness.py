@@ -107,7 +107,7 @@ LAYERS = (
     Mutation(
         "a retry has no last attempt",
         "lmcache_async/tiers/middleware/retry.py",
-        "if taken + 1 < self._retry.attempts:",
+        "if taken + 1 < self.options.attempts:",
         "if True:",
         ("tests/tiers/test_layer_retry.py",),
     ),

@@ -234,11 +234,11 @@ class BreakerLayer(Layer):
     """
 
     options_type = BreakerConfig
+    options: BreakerConfig
     bounded = True
 
     def __init__(self, options: BreakerConfig, context: LayerContext) -> None:
         super().__init__(options, context)
-        self._failure_rate = options.failure_rate
         slow_s = dict.fromkeys(Kind, options.slow_s) | {Kind.WRITE: options.slow_write_s or context.timeout_s}
         self._circuits = {kind: Circuit(options, min(slow_s[kind], context.timeout_s)) for kind in Kind}
         self._logged = dict.fromkeys(Kind, CircuitState.CLOSED)
@@ -263,7 +263,7 @@ class BreakerLayer(Layer):
         failed: bool | None = None
         try:
             results = await next(call)
-            failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self._failure_rate
+            failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self.options.failure_rate
         except BaseException as error:
             # A cancellation is by a deadline outside of this layer, or by the caller, before the deadline.
             late = self._clock() >= call.deadline - _TIMER_S

@@ -120,12 +120,12 @@ class FaultsLayer(Layer):
     """
 
     options_type = FaultsConfig
+    options: FaultsConfig
 
     def __init__(
         self, options: FaultsConfig, context: LayerContext, *, dice: random.Random | None = None
     ) -> None:
         super().__init__(options, context)
-        self._faults = options
         self._dice = dice or random.Random(f"{options.seed}/{context.tier}")
         self._counts: Counter[str] = Counter()
         self._keys: deque[ChunkKey] = deque(maxlen=_REMEMBERED_KEYS)
@@ -139,7 +139,7 @@ class FaultsLayer(Layer):
             "tier %r: the layer %r injects faults (%s); remove it from the tier's `layers` to stop them",
             self.context.tier,
             self.context.layer,
-            self._faults.model_dump(exclude_defaults=True),
+            self.options.model_dump(exclude_defaults=True),
         )
 
     async def around(self, call: Call, next: Next) -> Results:
@@ -163,7 +163,7 @@ class FaultsLayer(Layer):
         await self._strike("get", errors=False)
         results: list[Result] = [self._error("get") for _ in call.keys]
         damages = [
-            self._dice.choice(self._faults.damages) if self._hits("get", "corrupt") else None
+            self._dice.choice(self.options.damages) if self._hits("get", "corrupt") else None
             for _ in call.keys
         ]
         wanted = [position for position, error in enumerate(results) if error is None]
@@ -196,7 +196,7 @@ class FaultsLayer(Layer):
     async def _strike(self, verb: str, *, errors: bool = True) -> None:
         """Inject the faults of a call as a whole, before the tier inside is called."""
         if self._hits(verb, "delay"):
-            await asyncio.sleep(self._faults.delay_s)
+            await asyncio.sleep(self.options.delay_s)
         if self._hits(verb, "hang"):
             await asyncio.get_running_loop().create_future()
         if errors and (error := self._error(verb)):
@@ -216,7 +216,7 @@ class FaultsLayer(Layer):
             result.resize(self._dice.randrange(result.nbytes))
 
     def _hits(self, verb: str, fault: str) -> bool:
-        hit = self._dice.random() < self._faults.probability(verb, fault)
+        hit = self._dice.random() < self.options.probability(verb, fault)
         if hit:
             self._counts[f"{verb}.{fault}"] += 1
         return hit

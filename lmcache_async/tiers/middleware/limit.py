@@ -78,11 +78,11 @@ class LimitLayer(Layer):
     """
 
     options_type = LimitConfig
+    options: LimitConfig
     bounded = True
 
     def __init__(self, options: LimitConfig, context: LayerContext) -> None:
         super().__init__(options, context)
-        self._max_bytes = options.max_bytes
         self._record_bytes = 0
         self._budgets = _budgets(options)
         if options.share:
@@ -109,7 +109,7 @@ class LimitLayer(Layer):
             sizes = [buffer.nbytes for _, buffer in call.items]
         else:
             sizes = [self._record_bytes if call.kind is Kind.READ else 0] * call.chunks
-        parts = split(sizes, self._max_bytes)
+        parts = split(sizes, self.options.max_bytes)
         if len(parts) <= 1:
             async with self._held(sum(sizes), call.deadline):
                 return await next(call)

@@ -79,13 +79,13 @@ class RetryLayer(Layer):
     """
 
     options_type = RetryConfig
+    options: RetryConfig
     bounded = True
 
     def __init__(
         self, options: RetryConfig, context: LayerContext, *, dice: random.Random | None = None
     ) -> None:
         super().__init__(options, context)
-        self._retry = options
         self._dice = dice or random.Random(options.seed)  # None: seeded by the operating system
         self._retries = 0
         self._recovered = 0
@@ -133,8 +133,8 @@ class RetryLayer(Layer):
     async def _pause(self, taken: int, deadline: float) -> bool:
         """Wait for the next attempt after `taken` pauses. Return False if no attempt or no time is left."""
         # The exponent is capped to prevent an overflow of the float; 2 ** 60 exceeds every bound in use.
-        bound = min(self._retry.max_s, self._retry.base_s * 2.0 ** min(taken, 60))
-        if taken + 1 < self._retry.attempts:
+        bound = min(self.options.max_s, self.options.base_s * 2.0 ** min(taken, 60))
+        if taken + 1 < self.options.attempts:
             pause_s = self._dice.uniform(0.0, bound)
             if asyncio.get_running_loop().time() + pause_s < deadline:
                 await asyncio.sleep(pause_s)
