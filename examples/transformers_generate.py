@@ -141,6 +141,7 @@ class Row:
     Attributes:
         kv_bytes: Bytes of the prompt's KV.
         bus_s: Time of one contiguous copy of as many bytes from pinned host memory to the GPU.
+        disk_s: Time of a load from disk; None if it is not measured yet.
         kv_equal: The KV loaded from memory, and that loaded from disk, is bit-equal to the computed one.
         difference: Largest relative difference of logits after a load from those computed again.
         without_kv: The same if the KV is not loaded. It shows that the comparison would notice.
@@ -149,9 +150,9 @@ class Row:
     tokens: int
     kv_bytes: int
     prefill_s: float
-    memory_s: float
-    disk_s: float
     bus_s: float
+    memory_s: float
+    disk_s: float | None
     kv_equal: bool
     difference: float
     without_kv: float
@@ -246,8 +247,8 @@ async def arena_pinned(engine: CacheEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
-    """Measure and check one length of prompts."""
+async def measure(model: Any, tokens: int, device: str, directory: str) -> AsyncIterator[Row]:
+    """Measure and check one length of prompts. Yield its row without the load from disk, then with it."""
     generator = torch.Generator().manual_seed(tokens)
     text = torch.randint(model.config.vocab_size, (1, tokens + DECODED), generator=generator)
     prompt_ids = text[0, :tokens].tolist()
@@ -265,8 +266,10 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
     prefill_s = await timed(device, cache.clear, prefill)
     computed = list(cache.read(tokens))
     kv_bytes = sum(layer.nbytes for layer in computed)
+    bus_s = await bus_seconds(kv_bytes, device)
 
-    loads, differences, equal = {}, [], True
+    loads: dict[str, float] = {}
+    differences, equal = [], True
     disk = {"name": "disk", "path": directory, "max_bytes": 2 * kv_bytes + (1 << 30)}
     for source, tier in (("memory", "cpu"), ("disk", disk)):
         async with open_engine(cache, tier, kv_bytes) as engine:
@@ -283,19 +286,19 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Row:
             loads[source] = await timed(device, cache.clear, load)
         equal &= all(map(torch.equal, cache.read(tokens), computed))
         differences.append(relative(decode(model, rest, cache), expected))
-    memory_s, disk_s, bus_s = loads["memory"], loads["disk"], await bus_seconds(kv_bytes, device)
-    return Row(tokens, kv_bytes, prefill_s, memory_s, disk_s, bus_s, equal, max(differences), without_kv)
+        times = (prefill_s, bus_s, loads["memory"], loads.get("disk"))
+        yield Row(tokens, kv_bytes, *times, equal, max(differences), without_kv)
 
 
-HEAD = "  tokens     KV MiB   prefill s  load from memory s    load from disk s  one copy s  KV equal  logits differ by"
+HEAD = "  tokens     KV MiB   prefill s  one copy s  load from memory s    load from disk s  KV equal  logits differ by"
 
 
 def line(row: Row) -> str:
-    memory, disk = (f"{s:10.4f} ({row.prefill_s / s:5.1f}x)" for s in (row.memory_s, row.disk_s))
+    memory, disk = (f"{s:10.4f} ({row.prefill_s / s:5.1f}x)" if s else "" for s in (row.memory_s, row.disk_s))
     logits = f"{100 * row.difference:.2f} % ({100 * row.without_kv:.0f} % without KV)"
     return (
-        f"{row.tokens:8} {row.kv_bytes / 2**20:10.1f} {row.prefill_s:11.4f}  {memory:>18}  {disk:>18}"
-        f"  {row.bus_s:10.4f}  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
+        f"{row.tokens:8} {row.kv_bytes / 2**20:10.1f} {row.prefill_s:11.4f}  {row.bus_s:10.4f}"
+        f"  {memory:>18}  {disk:>18}  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
     )
 
 
@@ -310,21 +313,22 @@ async def run(device: str, lengths: list[int], path: Path | None, results: Path 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     print(f"Llama: {layers} layers, {heads} KV heads of {model.config.head_dim}, bfloat16, on {name}\n{HEAD}")
-    rows = []
+    rows: dict[int, Row] = {}
     for tokens in [BLOCK, *lengths]:  # the first one is a warm-up
         try:
             with tempfile.TemporaryDirectory(prefix="transformers-generate-", dir=path) as directory:
-                row = await measure(model, tokens, device, directory)
+                async for row in measure(model, tokens, device, directory):
+                    if tokens == BLOCK:
+                        continue
+                    rows[tokens] = row
+                    if results:
+                        save(results, device, list(rows.values()))
+                    if row.disk_s is not None:
+                        print(line(row), flush=True)
         except torch.OutOfMemoryError:
             print(f"{tokens:8}  left out: not enough GPU memory")
             torch.cuda.empty_cache()
-            continue
-        if tokens != BLOCK:
-            rows.append(row)
-            print(line(row), flush=True)
-            if results:
-                save(results, device, rows)
-    return rows
+    return list(rows.values())
 
 
 def lengths_of(text: str) -> list[int]:

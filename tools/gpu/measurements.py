@@ -6,7 +6,6 @@ The results are written again whenever there is a new one, so that they survive 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, Frame
 from tools.benchmarks import gpu as bench
@@ -87,7 +88,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     gpu = CudaGpu() if given.device == "cuda" else HostGpu()
-    asyncio.run(MEASUREMENTS[given.name](given, gpu))
+    uvloop.run(MEASUREMENTS[given.name](given, gpu))  # the loop of the connector in vLLM
     return 0
 
 

@@ -204,7 +204,9 @@ def _example(result: Mapping[str, Any]) -> list[str]:
             digits(row["kv_bytes"] / 2**20),
             digits(row["prefill_s"]),
             f"{digits(row['memory_s'])} ({digits(row['prefill_s'] / row['memory_s'])}x)",
-            f"{digits(row['disk_s'])} ({digits(row['prefill_s'] / row['disk_s'])}x)",
+            f"{digits(row['disk_s'])} ({digits(row['prefill_s'] / row['disk_s'])}x)"
+            if row["disk_s"]
+            else "-",
             f"{digits(row['bus_s'])} ({row['bus_s'] / row['memory_s']:.3f} of the load from memory)",
             "yes" if row["kv_equal"] else "NO",
             f"{100 * row['difference']:.2f} %",
