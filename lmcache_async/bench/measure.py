@@ -153,15 +153,6 @@ class Result:
     seconds: float
     left_out: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "summary": self.summary,
-            "settings": dataclasses.asdict(self.settings),
-            "seconds": round(self.seconds, 3),
-            "rows": [row.as_dict() for row in self.rows],
-            "left_out": list(self.left_out),
-        }
-
     def lines(self) -> list[str]:
         """The rows as a table of plain text."""
         table = [("", "", "unit", "limit", "", "ratio")] if self.rows else []
@@ -183,8 +174,12 @@ class Result:
 
 def run(name: str, summary: str, measure: Measure, settings: Any, frame: Frame) -> Result:
     """Run one benchmark on a uvloop event loop."""
+
+    async def collect() -> tuple[Row, ...]:
+        return tuple([row async for row in measure(settings, frame)])
+
     start = time.perf_counter()
-    rows = uvloop.run(_collect(measure, settings, frame))
+    rows = uvloop.run(collect())
     seconds = time.perf_counter() - start
     return Result(name, summary, settings, rows, seconds, tuple(frame.left_out))
 
@@ -212,12 +207,17 @@ def rate(nbytes: int, start: float) -> float:
 
 def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str, Any]:
     """The content of the JSON file of a run."""
-    return {
-        "machine": machine_facts(),
-        "quick": quick,
-        "rounds": rounds,
-        "benchmarks": {result.name: result.as_dict() for result in results},
+    benchmarks = {
+        result.name: {
+            "summary": result.summary,
+            "settings": dataclasses.asdict(result.settings),
+            "seconds": round(result.seconds, 3),
+            "rows": [row.as_dict() for row in result.rows],
+            "left_out": list(result.left_out),
+        }
+        for result in results
     }
+    return {"machine": machine_facts(), "quick": quick, "rounds": rounds, "benchmarks": benchmarks}
 
 
 def machine_facts() -> dict[str, str | int]:
@@ -236,10 +236,6 @@ def machine_facts() -> dict[str, str | int]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return facts
-
-
-async def _collect(measure: Measure, settings: Any, frame: Frame) -> tuple[Row, ...]:
-    return tuple([row async for row in measure(settings, frame)])
 
 
 def _cpu_model() -> str:

@@ -71,18 +71,17 @@ def vllm_version() -> str | None:
 def check_plugin(env: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Check that vLLM finds the connector: first the metadata, then in a process that loads vLLM's plug-ins."""
     name = "vllm plug-in"
+    allowed = env.get("VLLM_PLUGINS")
     if vllm_version() is None:
         return
     if PLUGIN not in entry_points(group=GROUP).names:
         yield fail(name, f"no entry point {PLUGIN} of {GROUP}", "pip install lmcache-async beside vLLM")
-        return
-    allowed = env.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in [word.strip() for word in allowed.split(",")]:
+    elif allowed is not None and PLUGIN not in [word.strip() for word in allowed.split(",")]:
         yield fail(
             name, f"VLLM_PLUGINS is {allowed!r}, which excludes it", f"add {PLUGIN} to it, or unset it"
         )
-        return
-    yield _query_vllm(name, env)
+    else:
+        yield _query_vllm(name, env)
 
 
 def check_compiled() -> Check:

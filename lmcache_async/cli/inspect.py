@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -70,13 +71,9 @@ def inspect_command(
 
 
 def _key_of(text: str) -> ChunkKey:
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != KEY_BYTES:
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}", text):
         raise typer.BadParameter(f"{text}: expected a key of {2 * KEY_BYTES} hex digits")
-    return ChunkKey(key)
+    return ChunkKey(bytes.fromhex(text))
 
 
 def _lines(found: Inspection) -> Iterator[str]:

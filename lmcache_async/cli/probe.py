@@ -14,10 +14,10 @@ from lmcache_async.config import TierSpec
 from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
 from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
 PAYLOAD_BYTES = 64 << 10
@@ -84,7 +84,20 @@ async def _check_record(tier: TierHandle, arena: Arena, timeout_s: float) -> Che
     with await arena.lease(FORMAT.record_bytes(PAYLOAD_BYTES), timeout_s=timeout_s) as record:
         record.view[FORMAT.header_bytes :] = secrets.token_bytes(PAYLOAD_BYTES)
         key = seal_record(record, _random_key())
-        check = await _store_and_read(tier, arena, timeout_s, key, record)
+        step, begin = "a put", time.perf_counter()
+        try:
+            (error,) = await tier.put([(key, record)])
+            if error is not None:
+                raise error
+            stored, step, begin = _ms(begin), "a get", time.perf_counter()
+            (result,) = await tier.get([key], partial(arena.lease, timeout_s=timeout_s))
+            check = fail("record", "the stored record was not returned", "check that its server has room")
+            if (found := unwrap(result)) is not None:
+                with found:
+                    if found.view == record.view:
+                        check = ok("record", f"put in {stored}, read back in {_ms(begin)}")
+        except (TierError, BudgetExceededError) as failure:
+            check = _failed(step, failure)
     # The record is removed after a failed put too, which may have stored it.
     passed = check.outcome is Outcome.OK
     if not tier.capabilities.removes:
@@ -95,27 +108,6 @@ async def _check_record(tier: TierHandle, arena: Arena, timeout_s: float) -> Che
     except TierError as error:
         check, certain = (_failed("a removal", error) if passed else check), False
     return check if certain else replace(check, found=f"{check.found}; the record of 64 KiB may stay")
-
-
-async def _store_and_read(
-    tier: TierHandle, arena: Arena, timeout_s: float, key: ChunkKey, record: Buffer
-) -> Check:
-    step, begin = "a put", time.perf_counter()
-    try:
-        (error,) = await tier.put([(key, record)])
-        if error is not None:
-            raise error
-        stored, step, begin = _ms(begin), "a get", time.perf_counter()
-        (found,) = await tier.get([key], partial(arena.lease, timeout_s=timeout_s))
-        if isinstance(found, TierError):
-            raise found
-    except (TierError, BudgetExceededError) as failure:
-        return _failed(step, failure)
-    if found is not None:
-        with found:
-            if found.view == record.view:
-                return ok("record", f"put in {stored}, read back in {_ms(begin)}")
-    return fail("record", "the stored record was not returned", "check that its server has room")
 
 
 def _failed(step: str, error: LMCacheAsyncError) -> Check:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -121,21 +120,14 @@ def key_chain(namespace: str, hash_key: bytes) -> KeyChain | None:
     if keyed and (not hash_key or hash_key_id(hash_key) != keyed):
         return None
     own = hash_key if keyed else b""
-    extra = fields.get("extra", [])
-    if not isinstance(extra, list) or not all(map(_is_pair, extra)):
-        return None
     try:
         root = engine_root(namespace, algorithm, own)
         hasher = partial(ChunkHasher, root, chunk_size=chunk_size, algorithm=algorithm, hash_key=own)
         hasher()
-        unit = max(1, int(str(dict(extra).get("block_size", 1))))
-    except (ConfigError, ValueError):  # an unknown algorithm, too long a chunk, or not a number
+        unit = max(1, int(str(dict(fields.get("extra", [])).get("block_size", 1))))
+    except (ConfigError, TypeError, ValueError):  # an unknown algorithm, too long a chunk, or invalid pairs
         return None
     return KeyChain(namespace, hasher, min(unit, chunk_size))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
 
 
 async def _namespaces(
