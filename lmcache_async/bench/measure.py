@@ -239,11 +239,7 @@ def machine_facts() -> dict[str, str | int]:
 
 
 def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    lines = (line.partition(":") for line in text.splitlines())
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
 
 

@@ -8,16 +8,25 @@ import pytest
 from lmcache_async.cli import main as command
 
 
-def test_without_typer_the_command_names_the_extra(monkeypatch, capsys):
+@pytest.fixture
+def without(monkeypatch):
+    """Return a function that lets the import of a module fail because of a missing package."""
     import_ = builtins.__import__
 
-    def without_typer(name, *arguments, **options):
-        if name.partition(".")[0] == "typer":
-            raise ModuleNotFoundError("No module named 'typer'", name="typer")
-        return import_(name, *arguments, **options)
+    def fail(module, package):
+        def imported(name, *arguments, **options):
+            if name == module:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+            return import_(name, *arguments, **options)
 
-    monkeypatch.delitem(sys.modules, "lmcache_async.cli.app", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_typer)
+        monkeypatch.delitem(sys.modules, "lmcache_async.cli.app", raising=False)
+        monkeypatch.setattr(builtins, "__import__", imported)
+
+    return fail
+
+
+def test_without_typer_the_command_names_the_extra(without, capsys):
+    without("typer", "typer")
 
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -25,15 +34,8 @@ def test_without_typer_the_command_names_the_extra(monkeypatch, capsys):
     assert "pip install 'lmcache-async[cli]'" in capsys.readouterr().err
 
 
-def test_another_missing_package_is_not_blamed_on_the_extra(monkeypatch):
-    import_ = builtins.__import__
-
-    def without_torch(name, *arguments, **options):
-        if name == "lmcache_async.cli.app":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        return import_(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_torch)
+def test_another_missing_package_is_not_blamed_on_the_extra(without):
+    without("lmcache_async.cli.app", "torch")
 
     with pytest.raises(ModuleNotFoundError, match="torch"):
         command.main()
