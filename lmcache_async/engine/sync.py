@@ -208,7 +208,11 @@ class LMCacheEngine:
         return self._wait(_call(lambda: engine.metrics.read().families()))
 
     def close(self) -> None:
-        """Write the queues, within the configured deadline, and free everything. Disk content stays."""
+        """Write the queues, within the configured deadline, and free everything. Disk content stays.
+
+        Raises:
+            EngineClosedError: The engine belongs to the parent of this forked process.
+        """
         if not self._closed:
             self._loop.check_process()
         elif self._loop.inherited:
@@ -326,6 +330,7 @@ class LMCacheEngineBuilder:
 
         Raises:
             ConfigError: The engine exists with another config or other metadata.
+            EngineClosedError: The engine belongs to the parent of this forked process.
             ValueError: The engine was opened with other tensors.
         """
         with cls._lock:
@@ -346,13 +351,25 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """Return the engine with this id; None if there is none or it was closed."""
+        """Return the engine with this id; None if there is none or it was closed.
+
+        Raises:
+            EngineClosedError: The engine belongs to the parent of this forked process.
+        """
         with cls._lock:
             return cls._find(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
-        """Close the engine and free everything, with `clear` also the content of all tiers. Ignore unknown ids."""
+        """Close the engine and free everything. Unknown ids are ignored.
+
+        Args:
+            instance_id: Id of the engine.
+            clear: Whether to delete the content of all tiers, also on disk.
+
+        Raises:
+            EngineClosedError: The engine belongs to the parent of this forked process.
+        """
         with cls._lock:
             cls._find(instance_id)
             engine = cls._engines.pop(instance_id, None)
