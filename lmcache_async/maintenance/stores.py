@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -71,7 +72,7 @@ class Stores:
         if path is not None and tier is not None:
             raise ConfigError(f"--tier {tier} and the directory {path} exclude each other; name one of them")
         if path is not None:
-            return _directory_store(path, self.rank, options, third_party=self.third_party)
+            return self._open_directory(path, options)
         if tier is None:
             raise ConfigError(
                 "name a directory, or a tier with --tier: the id of a tier in --config, or a tier as JSON"
@@ -89,6 +90,28 @@ class Stores:
             made, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
         )
         return TierStore(handle, options, timeout_s=spec.timeout_s)
+
+    def _open_directory(self, path: Path, options: OfflineOptions) -> OfflineStore:
+        """Return the store of the first tier that keeps records in directories, bundled tiers first."""
+        if re.match("[a-z0-9+.-]{2,}:/", str(path), re.IGNORECASE) and not path.exists():
+            raise ConfigError(
+                f"{path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
+                ' {"name": "valkey", "url": "valkey://host:6379"}'
+            )
+        registry = Registry()
+        plugins = registry.available(TIERS, third_party=self.third_party).values()
+        for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
+            try:
+                tier_class = registry.load_class(
+                    TIERS, plugin.name, Tier, where=str(path), third_party=self.third_party
+                )
+            except LMCacheAsyncError:  # a tier that is not installed completely
+                continue
+            if (config := tier_class.directory_config(path)) is not None:
+                store = tier_class.offline(config.for_process(rank=self.rank), options)
+                if store is not None:
+                    return store
+        raise ConfigError(f"{path}: no installed tier keeps records in directories")
 
     def keys(self) -> tuple[RecordCipher | None, bytes]:
         """Return the cipher and the hash key of the configuration; None and b"" without them."""
@@ -125,31 +148,6 @@ class Stores:
             spec.id: make_tier(spec, Registry(), third_party=self.third_party) for spec in self.loaded.tiers
         }
         return [id for id, tier in made.items() if not tier.capabilities.in_arena]
-
-
-def _directory_store(
-    path: Path, rank: int | None, options: OfflineOptions, *, third_party: bool
-) -> OfflineStore:
-    """Return the store of a directory, of the first tier that keeps records in directories, bundled tiers first."""
-    if re.match("[a-z0-9+.-]{2,}:/", str(path), re.IGNORECASE) and not path.exists():
-        raise ConfigError(
-            f"{path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
-            ' {"name": "valkey", "url": "valkey://host:6379"}'
-        )
-    registry = Registry()
-    plugins = registry.available(TIERS, third_party=third_party).values()
-    for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
-        try:
-            tier_class = registry.load_class(
-                TIERS, plugin.name, Tier, where=str(path), third_party=third_party
-            )
-        except LMCacheAsyncError:  # a tier that is not installed completely
-            continue
-        config = tier_class.directory_config(path)
-        store = None if config is None else tier_class.offline(config.for_process(rank=rank), options)
-        if store is not None:
-            return store
-    raise ConfigError(f"{path}: no installed tier keeps records in directories")
 
 
 class TierStore(OfflineStore):
@@ -228,19 +226,16 @@ class TierStore(OfflineStore):
         await self._tier.reject(key, cause)
 
     async def __aenter__(self) -> Self:
-        try:
+        async with contextlib.AsyncExitStack() as opened:
+            opened.callback(self._arena.close)
+            opened.callback(self._workers.shutdown)
             self._tier.bind(self._arena)
-            await self._tier.__aenter__()
-        except BaseException:
-            self._free()
-            raise
+            await opened.enter_async_context(self._tier)
+            self._opened = opened.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        try:
-            await self._tier.__aexit__(None, None, None)
-        finally:
-            self._free()
+        await self._opened.aclose()
 
     async def _lease(self, nbytes: int) -> Buffer:
         return await self._arena.lease(nbytes, timeout_s=_ALLOCATE_S)
@@ -248,7 +243,3 @@ class TierStore(OfflineStore):
     def _require(self, able: bool, what: str) -> None:
         if not able:
             raise ConfigError(f"{self.name} cannot {what}")
-
-    def _free(self) -> None:
-        self._workers.shutdown()
-        self._arena.close()
