@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, RecordInfo, examine
+from lmcache_async.maintenance.record import ERROR, GONE, PASSED_OVER, examine
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 
@@ -32,28 +32,6 @@ class Verification:
     passed_over: int = 0
     remedied: int = 0  # deleted or quarantined
 
-    def add(self, info: RecordInfo, *, reads_headers: bool) -> int:
-        """Count a record and return the bytes that were read of it, without a header that was read alone."""
-        if info.cause == GONE:
-            self.gone += 1
-            return 0
-        if info.cause == ERROR:
-            self.errors += 1
-            info.list_in(self.wrong_records)
-            return 0
-        nbytes = info.record_bytes or info.stored.nbytes
-        if info.cause == PASSED_OVER:
-            self.passed_over += 1
-            nbytes = 0 if reads_headers else nbytes
-        elif info.cause:
-            self.wrong[info.cause] += 1
-            info.list_in(self.wrong_records)
-        else:
-            self.records += 1
-            self.encrypted += info.header is None
-        self.bytes += nbytes
-        return nbytes
-
 
 async def verify(
     store: OfflineStore,
@@ -72,7 +50,22 @@ async def verify(
 
     async def work(stored: StoredRecord) -> int:
         info = await examine(store, stored, selection, cipher=cipher)
-        nbytes = report.add(info, reads_headers=store.reads_headers)
+        nbytes = info.record_bytes or stored.nbytes
+        if info.cause in {GONE, ERROR} or (info.cause == PASSED_OVER and store.reads_headers):
+            nbytes = 0  # at most a header was read
+        report.bytes += nbytes
+        if not info.cause:
+            report.records += 1
+            report.encrypted += info.header is None
+        elif info.cause == GONE:
+            report.gone += 1
+        elif info.cause == PASSED_OVER:
+            report.passed_over += 1
+        else:
+            report.errors += info.cause == ERROR
+            if info.damaged:
+                report.wrong[info.cause] += 1
+            info.list_in(report.wrong_records)
         if remedy is not None and info.damaged:
             if remedy == "remove":
                 await store.remove([stored.key])
