@@ -47,7 +47,7 @@ class CopyReport(CopyCounts):
     held_by_process: str | None
     dry_run: bool
     complete: bool = False  # the destination has every selected record
-    records: int = 0
+    records: int = 0  # copied; of a dry run, to be copied
     there: int = 0
 
 
@@ -86,8 +86,9 @@ async def copy(
         dry_run=dry_run,
     )
     await copier.run(newest_first, destinations, progress)
-    report.records = copier.planned if dry_run else copier.copied[name]
     report.there = copier.there[name]
+    left = report.skipped + report.gone + report.passed_over + report.refused.total()
+    report.records = len(records) - report.there - left
     report.complete = not (dry_run or report.refused or report.skipped)
     return report
 
@@ -107,7 +108,6 @@ class Copier:
     max_bytes_per_s: int | None = None
     dry_run: bool = False
     copied: Counter[str] = field(default_factory=Counter)
-    planned: int = 0  # what a dry run would write
     there: Counter[str] = field(default_factory=Counter)
     _ended: bool = False
 
@@ -166,7 +166,7 @@ class Copier:
                 return 0
             nbytes = nbytes or info.record_bytes
         if self.dry_run:
-            self.planned += self._reserve(nbytes)
+            self._reserve(nbytes)
             return 0
         try:
             buffer = await self.source.load(stored)
