@@ -83,12 +83,10 @@ class CacheEngine:
         self._clears = 0  # running calls of `clear`
         self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the ends of the calls
         self._background: set[asyncio.Task[None]] = set()
-        self._pins = Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s)
-        self._costs = LoadCosts(parts.stack, parts.arena, config.chunk_size)
         self._lookups = Lookups(
             stack=parts.stack,
-            pins=self._pins,
-            costs=self._costs,
+            pins=Pins(max_buffers=parts.max_pinned, ttl_s=config.vllm.lookup_pin_ttl_s),
+            costs=LoadCosts(parts.stack, parts.arena, config.chunk_size),
             timeout_s=config.retrieve.timeout_s,
             spawn=self._spawn,
         )
@@ -280,7 +278,7 @@ class CacheEngine:
 
     def unpin(self, lookup_id: str) -> None:
         """Release the pins of a lookup. Unknown ids are ignored."""
-        self._pins.release(lookup_id)
+        self._lookups.pins.release(lookup_id)
 
     async def store_chunks(self, request: StoreRequest) -> StoreReport:
         """Store the chunks of the request in every tier that does not have them.
@@ -324,7 +322,7 @@ class CacheEngine:
             asked = sum(len(chunk.tokens) for chunk in request.chunks) or len(request.tokens)
             report = _merge_retrieved(batches, asked, start)
             if request.progress is None:  # otherwise the time includes computation of the model
-                self._costs.note(report)
+                self._lookups.costs.note(report)
             for instrument in self._instruments:
                 instrument.retrieved(request.request_id, report)
             return report
@@ -415,7 +413,7 @@ class CacheEngine:
             writers={s.id: s.writer.statistics() for s in stack.tiers if s.writer is not None},
             layers={stacked.id: stacked.tier.layer_statistics() for stacked in stack.tiers},
             counts=stack.metrics.tier_counts(),
-            pinned_chunks=self._pins.count,
+            pinned_chunks=self._lookups.pins.count,
             running=len(self._running()),
             late_calls=stack.late_calls,
             in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
@@ -502,7 +500,7 @@ class CacheEngine:
             async with contextlib.AsyncExitStack() as steps:  # a failed step does not prevent the others
                 steps.callback(self._parts.free)
                 steps.push_async_callback(lambda: self._parts.stack.aclose(timeout_s=left()))
-                steps.callback(self._pins.close)
+                steps.callback(self._lookups.pins.close)
                 for limit in self._calls.values():
                     limit.reschedule(0.0)
                 for task in self._background:

@@ -28,7 +28,7 @@ _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 """Content types of the files of the page, by the end of their name."""
-_HEADERS = {
+HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
@@ -117,10 +117,6 @@ class Response:
     body: bytes
     kind: str = _TEXT
     headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def all_headers(self) -> dict[str, str]:
-        return {**_HEADERS, "Content-Type": self.kind, **self.headers}
 
 
 @dataclass(slots=True)

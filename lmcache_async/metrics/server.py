@@ -23,7 +23,7 @@ from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.charts import Sample, Source
-from lmcache_async.metrics.http import Responder, Tokens
+from lmcache_async.metrics.http import HEADERS, Responder, Tokens
 
 INTERVAL_S = 1.0
 """Seconds between two samples."""
@@ -129,7 +129,8 @@ class StatusServer:
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
             made = self._responder.respond(request.method, request.path, request.headers)
-            response = web.Response(status=made.status, body=made.body, headers=made.all_headers)
+            headers = {**HEADERS, "Content-Type": made.kind, **made.headers}
+            response = web.Response(status=made.status, body=made.body, headers=headers)
         except Exception as error:  # an error here must not affect the engine
             self._logger.log(logging.ERROR, repr(error), "%s: %r", request.path, error, exc_info=True)
             response = web.Response(status=500, text="internal error; see the log\n")

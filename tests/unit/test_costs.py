@@ -64,7 +64,7 @@ async def test_loads_of_the_engine_are_measured_and_reported_by_lookups(engine):
 
 
 async def test_a_tier_without_loads_is_measured_during_a_lookup(engine, monkeypatch):
-    loop, costs = asyncio.get_running_loop(), engine._costs
+    loop, costs = asyncio.get_running_loop(), engine._lookups.costs
     keys = [chunk.key for chunk in chunks_of(engine, TOKENS)]
     await engine._parts.stack.tiers[0].tier.clear()
     costs.note(report(1000.0, dict=8))
@@ -84,7 +84,7 @@ async def test_a_tier_without_loads_is_measured_during_a_lookup(engine, monkeypa
 
 
 async def test_a_measurement_that_fails_or_finds_nothing_changes_no_cost(engine, monkeypatch):
-    costs = engine._costs
+    costs = engine._lookups.costs
     leased = engine._parts.arena.statistics().leased_slabs
 
     async def fails(key, allocate):
@@ -107,12 +107,12 @@ async def test_a_measurement_ends_with_the_engine():
             await stuck.wait()
 
         engine._parts.stack.tiers[1].tier.get = hangs
-        engine._spawn(engine._costs.measure(b"\0" * 16, 1))
+        engine._spawn(engine._lookups.costs.measure(b"\0" * 16, 1))
         (task,) = engine._background
         await turns(2)
 
     assert task.cancelled()
-    engine._spawn(engine._costs.measure(b"\0" * 16, 1))  # nothing is started after the close
+    engine._spawn(engine._lookups.costs.measure(b"\0" * 16, 1))  # nothing is started after the close
     assert not engine._background
 
 
