@@ -108,7 +108,7 @@ def survey_config(
     settings += mapping_settings(ours, Origin(EXTRA).place, Rank.EXTRA, problems)
     content, origin = merge(refuse_secrets(settings, problems), origin)
     config, errors = validate_all(EngineConfig, content)
-    problems += explain(errors, known_keys(EngineConfig), origin, _ADVICE)
+    problems += [explain(error, known_keys(EngineConfig), origin, _ADVICE) for error in errors]
     config = config or _NOTHING
     placed = [
         tier.placed(origin.within(("tiers", index), f"tiers[{index}] ({tier.id})"))

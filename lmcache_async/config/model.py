@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from lmcache_async.config.files import load_certificate
 from lmcache_async.config.secrets import SecretText, check_one_source, read_secrets
-from lmcache_async.config.validation import Origin, disagree, report
+from lmcache_async.config.validation import Origin, disagree
 from lmcache_async.config.values import (
     Count,
     Endpoint,
@@ -430,7 +430,10 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _agrees(self, info: ValidationInfo) -> Self:
-        report(self._contradictions(), info)
+        for contradiction in self._contradictions():
+            if info.context is None:  # otherwise it is a list that `validate_all` reads
+                raise contradiction
+            info.context.append(contradiction)
         return self
 
     def _contradictions(self) -> Iterator[PydanticCustomError]:

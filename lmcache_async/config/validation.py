@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeAlias, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, ValidationInfo
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lmcache_async.config.values import parse_list, parse_mapping
@@ -190,14 +190,6 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 
 
-def report(contradictions: Iterable[PydanticCustomError], info: ValidationInfo) -> None:
-    """Collect the contradictions of a model for `validate_all`. In any other validation, raise the first one."""
-    for one in contradictions:
-        if info.context is None:
-            raise one
-        info.context.append(one)
-
-
 def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list[ErrorDetails]]:
     """Return the model made of the valid values of the content, if it can be, and every mistake.
 
@@ -229,19 +221,6 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
     return None, errors
 
 
-def explain(
-    errors: Iterable[ErrorDetails],
-    keys: Sequence[str],
-    origin: Origin,
-    advice: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Return a message for each of pydantic's errors.
-
-    An unknown key has the `advice` for its first part, or the nearest of `keys`, which are in dotted form.
-    """
-    return [_explain_one(one, keys, origin, advice or {}) for one in errors]
-
-
 def validate_options(
     config_type: type[ModelT],
     options: Mapping[str, Any],
@@ -263,7 +242,8 @@ def validate_options(
     found, errors = validate_all(config_type, dict(options))
     if found is None or errors:
         origin = where if isinstance(where, Origin) else Origin(where)
-        raise ConfigError("\n".join(explain(errors, [*known_keys(config_type), *beside], origin)))
+        keys = [*known_keys(config_type), *beside]
+        raise ConfigError("\n".join(explain(error, keys, origin) for error in errors))
     return found
 
 
@@ -275,16 +255,20 @@ def placed_lines(lines: Iterable[str], source_of: Callable[[KeyPath], str | None
         yield f"{source}: {line}" if source else line
 
 
-def _explain_one(
-    details: ErrorDetails, keys: Sequence[str], origin: Origin, advice: Mapping[str, str]
+def explain(
+    details: ErrorDetails, keys: Sequence[str], origin: Origin, advice: Mapping[str, str] | None = None
 ) -> str:
+    """Return the message of one of pydantic's errors.
+
+    An unknown key has the `advice` for its first part, or the nearest of `keys`, which are in dotted form.
+    """
     kind, context, paths = details["type"], details.get("ctx", {}), _paths(details)
     path = next(filter(origin.places.__contains__, paths), paths[0])
     place, key = origin.at(path), spell_path(path)
     if kind == "disagree":
         return f"{place}: {key}: {context['message']}"
     if kind in {"extra_forbidden", "invalid_key"}:
-        known = advice.get(str(path[0]).partition(".")[0])
+        known = (advice or {}).get(str(path[0]).partition(".")[0])
         what_to_do = f"; {known}" if known else hint(nearest(key, keys), place)
         return f"{place}: there is no key {key}{what_to_do}"
     if kind == "missing":

@@ -162,6 +162,6 @@ def survey_daemon_config(file: Path | None, given: Mapping[str, Any]) -> Loaded[
         elif one["loc"] == ("peer",):
             problems.append(f"{origin.at(one['loc'])}: peer: {REMOVED_TIERS['peer']}")
         else:
-            problems += explain([one], keys, origin)
+            problems.append(explain(one, keys, origin))
     notes = tuple(f"{origin.at((key,))}: {key}: {why}" for key, why in _NO_EFFECT.items() if key in content)
     return Loaded(config or _NOTHING, origin, notes, tuple(problems))
