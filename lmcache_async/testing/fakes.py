@@ -14,11 +14,11 @@ from lmcache_async.config.values import OptionalSize
 from lmcache_async.errors import TierError, TierFullError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
+from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from lmcache_async.tiers.base import Allocate, Capabilities, ScrubReport, Tier, TierConfig, TierStatistics
 from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.tiers.results import unwrap
+from lmcache_async.tiers.results import release_results, unwrap
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -398,14 +398,11 @@ class LatencyTier(ForwardingTier):
             await self._wait(nbytes)
             return await call()
         result = await call()
-        buffers = [
-            each for each in (result if isinstance(result, list) else [result]) if isinstance(each, Buffer)
-        ]
+        results = result if isinstance(result, list) else [result]
         try:
-            await self._wait(sum(buffer.nbytes for buffer in buffers))
+            await self._wait(sum(each.nbytes for each in results if isinstance(each, Buffer)))
         except BaseException:
-            for buffer in buffers:
-                buffer.release()
+            release_results(results)
             raise
         return result
 
@@ -419,9 +416,7 @@ def installed() -> Registry:
     return _read_plugins(tuple(sys.path))
 
 
-@functools.lru_cache(maxsize=8)
-def _read_plugins(path: tuple[str, ...]) -> Registry:
-    return Registry(path)
+_read_plugins = functools.lru_cache(maxsize=8)(Registry)
 
 
 class FakeRegistry(Registry):
@@ -457,12 +452,9 @@ class FaultyRegistry(Registry):
     """
 
     def __init__(self, inner: Registry) -> None:
-        super().__init__([])  # scans no installed packages
+        vars(self).update(vars(inner))  # its metadata do not change
         self.made: list[FaultyTier] = []
         self._inner = inner
-
-    def available(self, group: str, *, third_party: bool = True) -> dict[str, Plugin]:
-        return self._inner.available(group, third_party=third_party)
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
         loaded = self._inner.load(group, name, third_party=third_party)
