@@ -118,11 +118,8 @@ class RespSockets:
         return self._all(self._get, buffers)
 
     def clear(self) -> None:
-        """Remove all records."""
         with self._connected() as server:
-            answer = _command(server, b"DEL", *self._names)
-        if not answer.startswith(b":"):
-            raise TierError(f"the server answered {answer!r}")
+            _command(server, b"DEL", *self._names, expected=b":")
 
     def _all(
         self, move: Callable[[BufferedRWPair, tuple[bytes, memoryview]], None], memory: list[memoryview]
@@ -133,14 +130,12 @@ class RespSockets:
 
     @staticmethod
     def _put(server: BufferedRWPair, item: tuple[bytes, memoryview]) -> None:
-        if (answer := _command(server, b"SET", *item)) != b"+OK":
-            raise TierError(f"the server answered {answer!r}")
+        _command(server, b"SET", *item, expected=b"+OK")
 
     @staticmethod
     def _get(server: BufferedRWPair, item: tuple[bytes, memoryview]) -> None:
         name, memory = item
-        if (answer := _command(server, b"GET", name)) != b"$%d" % len(memory):
-            raise TierError(f"the server answered {answer!r}")
+        _command(server, b"GET", name, expected=b"$%d\r\n" % len(memory))
         if server.readinto(memory) != len(memory) or server.read(2) != b"\r\n":
             raise TierError("the server closed the connection")
 
@@ -163,8 +158,8 @@ def connect_tcp(host: str, port: int) -> socket.socket:
     return connection
 
 
-def _command(server: BufferedRWPair, *words: bytes | memoryview) -> bytes:
-    """Send a command and return the first line of the answer."""
+def _command(server: BufferedRWPair, *words: bytes | memoryview, expected: bytes = b"") -> bytes:
+    """Send a command and return the first line of the answer, which must begin as expected."""
     server.write(b"*%d\r\n" % len(words))
     for word in words:
         server.write(b"$%d\r\n" % len(word))
@@ -174,4 +169,6 @@ def _command(server: BufferedRWPair, *words: bytes | memoryview) -> bytes:
     line = server.readline()
     if not line.endswith(b"\r\n"):
         raise TierError("the server closed the connection")
+    if not line.startswith(expected):
+        raise TierError(f"the server answered {line!r}")
     return line[:-2]

@@ -119,7 +119,6 @@ class Records(contextlib.ExitStack):
         self.seal()
 
     def seal(self) -> None:
-        """Seal all records with new random keys."""
         self.keys = [seal_record(buffer, ChunkKey(os.urandom(KEY_BYTES))) for buffer in self.buffers]
 
     def rate(self, start: float) -> float:
@@ -140,7 +139,6 @@ class Records(contextlib.ExitStack):
             raise self.lost(right)
 
     def lost(self, found: int) -> TierError:
-        """Return the error for records that were not read back."""
         return TierError(
             f"{found} of {self.count} records were read back: the tier may be too small for {self.nbytes} bytes; give fewer --mib"
         )
@@ -228,7 +226,6 @@ async def put_all(records: Records, tier: Tier) -> None:
 
 
 async def ensure_put(records: Records, tier: Tier) -> None:
-    """Put the records if the tier does not have all of them."""
     if await tier.count_prefix(records.keys) < records.count:
         await put_all(records, tier)
 

@@ -84,7 +84,6 @@ def doctor_command(
 
 
 def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
-    """Yield the groups of checks in order."""
     yield "versions", LOCAL_S, host.check_versions
     yield "vllm plug-in", host.VLLM_TIMEOUT_S + 5, host.check_plugin
     yield "compiled module", LOCAL_S, lambda: [host.check_compiled()]

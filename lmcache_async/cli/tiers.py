@@ -98,7 +98,6 @@ def tiers_command(
 
 
 def examine(kind: str, plugin: Plugin, registry: Registry) -> Entry:
-    """Import a plug-in and describe it."""
     known = (kind, plugin.name, plugin.distribution, plugin.version, plugin.value)
     try:
         target: Any = registry.load(KINDS[kind], plugin.name)

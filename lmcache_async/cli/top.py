@@ -148,7 +148,6 @@ def top_command(
 def _drawn(
     client: StatusClient, status: dict[str, Any], width: int, *, notice: Text | None = None
 ) -> RenderableType:
-    """Return the status as it is shown."""
     try:
         return render(status, width=width, notice=notice)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -16,8 +16,6 @@ _BATCH = 64
 
 @dataclass
 class Collection:
-    """Result of a deletion."""
-
     target: str
     held_by_process: str | None
     dry_run: bool

@@ -23,8 +23,6 @@ API_KEY = "VLLM_API_KEY"
 
 @dataclass
 class Requests:
-    """Result of the requests."""
-
     url: str
     model: str
     prompts: int = 0

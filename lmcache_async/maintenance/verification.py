@@ -18,8 +18,6 @@ Remedy: TypeAlias = Literal["remove", "quarantine"]
 
 @dataclass
 class Verification:
-    """Result of a verification."""
-
     target: str
     held_by_process: str | None
     records: int = 0

@@ -26,8 +26,6 @@ SAMPLES = 64
 
 @dataclass(kw_only=True)
 class Warmup(CopyCounts):
-    """Result of `warm`."""
-
     namespaces: int = 0
     prompts: int = 0
     tokens: int = 0
