@@ -204,12 +204,10 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
 def check_open_files(limit: int | None = None) -> Check:
     name = "open files"
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    if soft == _UNLIMITED:
-        return ok(name, "unlimited")
-    if soft < MIN_FILES:
+    if soft != _UNLIMITED and soft < MIN_FILES:
         todo = f"ulimit -n {8 * MIN_FILES}: sockets, record files and vLLM need more"
         return warn(name, f"at most {soft}", todo)
-    return ok(name, f"at most {soft}")
+    return ok(name, "unlimited" if soft == _UNLIMITED else f"at most {soft}")
 
 
 def memory_limit(root: Path) -> int | None:

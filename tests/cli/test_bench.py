@@ -18,7 +18,6 @@ ABSENT = {
     "lookup_timeout_s": 0.1,
     "transfer_timeout_s": 0.1,
 }
-CASES = ("memory", "disk", "tier of a config", "tier by JSON", "tier by URL")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,7 @@ def test_a_file_that_cannot_be_written_is_an_error_message(invoke, tmp_path):
     assert "No such file or directory" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "limits"), [(name, LIMITS[name]) for name in CASES], ids=CASES, indirect=["arguments"]
-)
+@pytest.mark.parametrize(("arguments", "limits"), LIMITS.items(), ids=LIMITS, indirect=["arguments"])
 def test_figures_are_written_beside_their_limits(invoke, arguments, limits, tmp_path):
     path = tmp_path / "figures.json"
 
