@@ -20,6 +20,21 @@ async def taken(feed: StatsFeed) -> Samples:
     return samples
 
 
+async def test_each_count_is_taken_once_after_the_initial_zeros() -> None:
+    async with Rig().open() as engine:
+        feed = StatsFeed(engine)
+        first = await taken(feed)
+        await engine.store(TOKENS, SLOTS)
+        later = await taken(feed)
+        await engine.store(TOKENS, SLOTS)
+        last = await taken(feed)
+        feed.close()
+
+    assert [samples.total("stores_total") for samples in (first, later, last)] == [0, 1, 1]
+    assert first.get("stores_total") == 0
+    assert not feed.take()
+
+
 async def test_the_model_thread_never_waits_for_the_loop() -> None:
     async with Rig().open() as engine:
         feed = StatsFeed(engine)

@@ -328,6 +328,14 @@ def test_a_hit_that_is_faster_to_compute_is_unpinned_and_stored_for_faster_tiers
     assert bench.scheduler.load_policy.counts == {"recompute": 1}
 
 
+def test_hits_that_are_faster_to_compute_are_loaded_if_all_are_to_be_loaded():
+    bench = Bench(**SLOW, **{"vllm.load_policy": "always"})
+    request = bench.request(40)
+    bench.answer(request, Answer(4, costs=((4, 9.0),)))
+
+    assert bench.scheduler.match(request, 0) == (32, True)
+
+
 def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
     bench = Bench(**SLOW)
     request = bench.request(40)
@@ -714,6 +722,28 @@ def loaded_by_another(bench: Bench) -> Request:
     bench.allocate(request, 0, 40)
     request.num_computed_tokens = 10
     return request
+
+
+def test_blocks_that_another_connector_loads_are_not_shared_before_the_end_of_the_step():
+    bench = Bench(beside_others=True)
+    other = bench.request(40, params={"skip_load": True})
+    running = bench.step((bench.request(20), 20))
+    loaded = loaded_by_another(bench)
+
+    assert bench.scheduler.match(other, 2) == (0, False)  # these were there before
+    assert bench.scheduler.match(other, 4) == (None, False)
+    first = bench.step((loaded, 30), loads=True)
+    assert bench.scheduler.match(other, 4) == (None, False)
+    second = bench.step((loaded, 1))  # planned while the first one runs
+    bench.report(step=running.step)
+    assert bench.scheduler.match(other, 4) == (None, False)
+    bench.report(step=first.step)
+    assert bench.scheduler.match(other, 4) == (0, False)
+    bench.allocate(other, 0, 40)
+    other.num_computed_tokens = 4
+
+    assert (first.stores, second.stores) == ((), ())
+    assert spans(bench.step((other, 36)).stores) == [(0, 40)]
 
 
 def test_requests_with_other_tokens_do_not_wait_for_another_connector():
