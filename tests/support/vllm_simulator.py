@@ -569,6 +569,15 @@ class Simulators:
         self.until(lambda: scheduler_of(sim).ready)
         return sim
 
+    def stored(
+        self, options: dict[str, Any] | None = None, *, num_tokens: int = 300, **setup: Any
+    ) -> tuple[SimulatedVLLM, list[int]]:
+        """Return a simulator that has computed and stored a prompt, and the prompt."""
+        sim, tokens = self(options, **setup), prompt(num_tokens)
+        sim.add("cold", tokens)
+        self.settle(sim)
+        return sim, tokens
+
     def settle(self, sim: SimulatedVLLM) -> None:
         """Wait until all computed chunks are stored, and empty vLLM's own cache."""
         sim.run()

@@ -177,10 +177,7 @@ def test_a_hit_ends_where_one_head_shard_has_no_record(simulators: Simulators, t
 def test_a_step_that_fails_in_one_head_shard_is_reported_once_for_the_rank(
     simulators: Simulators, monkeypatch: pytest.MonkeyPatch
 ):
-    sim = simulators({**SHARDS, "vllm.layerwise_load": "never"}, split_heads=True)
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored({**SHARDS, "vllm.layerwise_load": "never"}, split_heads=True)
     first, _ = sim.ranks[0].connector.worker.engines
 
     def fail(jobs: Sequence[Job]) -> None:
@@ -278,10 +275,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
     simulators: Simulators, hit_chunks: int, num_ranks: int, shards: int | None, layerwise: str
 ):
     options = {"vllm.layerwise_load": layerwise, "vllm.kv_head_shards": shards}
-    sim = simulators(options, ranks=num_ranks, split_heads=shards is not None)
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored(options, ranks=num_ranks, split_heads=shards is not None)
     engine = engines_of(sim)[-1]
     retrieve = engine.retrieve_chunks
 
@@ -306,10 +300,7 @@ def test_a_load_that_fails_on_one_rank_is_computed_and_stored_again(
 def test_a_load_that_fails_after_its_blocks_are_filled_is_computed_again(
     simulators: Simulators, monkeypatch: pytest.MonkeyPatch
 ):
-    sim = simulators()
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored()
     is_proven = LayerwiseLoads._is_proven
 
     def unproven(loads: LayerwiseLoads, progress: LoadProgress) -> bool:
@@ -419,10 +410,7 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
 def test_a_worker_in_the_scheduler_s_process_saves_the_step_of_the_lookup(
     simulators: Simulators, model: str, num_ranks: int
 ):
-    sim = simulators(groups=MODELS[model], ranks=num_ranks)
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored(groups=MODELS[model], ranks=num_ranks)
     sim.add("warm", tokens)
     sim.step()
 
@@ -432,10 +420,7 @@ def test_a_worker_in_the_scheduler_s_process_saves_the_step_of_the_lookup(
 
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(simulators: Simulators, model: str):
-    sim = simulators(groups=MODELS[model])
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored(groups=MODELS[model])
     sim.add("warm", tokens)
     (rank,) = sim.ranks[0].connector.worker.engines
     rank._loop.submit(rank.engine.clear()).result(60)
@@ -466,10 +451,7 @@ def test_chunks_that_are_looked_up_in_the_scheduler_s_process_are_evicted_last_c
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local: int):
     """If vLLM has the start of chunks and windows, only the rest is loaded."""
-    sim = simulators(groups=MODELS[model])
-    tokens = prompt(300)
-    sim.add("cold", tokens)
-    simulators.settle(sim)
+    sim, tokens = simulators.stored(groups=MODELS[model])
     sim.add("short", tokens[:local], max_tokens=1, params={"skip_load": True})
     sim.run()
     sim.add("warm", tokens)
