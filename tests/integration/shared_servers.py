@@ -9,8 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.mooncake_pool import MooncakePool, kill_master, kill_store
 from tests.support.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_KEY, S3Server
@@ -21,165 +24,93 @@ PATIENCE_S = 60.0
 TIMEOUTS = dict.fromkeys(("connect_timeout_s", "lookup_timeout_s", "transfer_timeout_s"), PATIENCE_S)
 
 
-class SharedServer(Protocol):
+@dataclass(frozen=True, slots=True)
+class SharedServer:
     """One server.
 
     Attributes:
         tier: The settings of the tier, the same for every engine.
+        start: Start the server, also after a kill, and wait until it is ready.
+        kill: Send SIGKILL.
+        hang: Stop answering without closing connections, until the server is killed.
+        stop: Stop the server and remove its files.
     """
 
     tier: dict[str, Any]
-
-    def start(self) -> None:
-        """Start the server, also after a kill, and wait until it is ready."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-    def hang(self) -> None:
-        """Stop answering without closing connections, until the server is killed."""
-
-    def stop(self) -> None:
-        """Stop the server and remove its files."""
+    start: Callable[[], None]
+    kill: Callable[[], None]
+    hang: Callable[[], None]
+    stop: Callable[[], None]
 
 
-class ValkeyShared(SharedServer):
+def valkey(directory: Path) -> SharedServer:
     """One Valkey server. Its records are lost when it is killed."""
-
-    def __init__(self, directory: Path) -> None:
-        del directory  # it creates its own
-        self._server = Server()
-        self.tier = {"name": "valkey", "url": self._server.tcp_url, **TIMEOUTS}
-
-    def start(self) -> None:
-        self._server.start()
-
-    def kill(self) -> None:
-        self._server.kill()
-
-    def hang(self) -> None:
-        self._server.signal(signal.SIGSTOP)
-
-    def stop(self) -> None:
-        self._server.stop()
+    del directory  # it creates its own
+    server = Server()
+    tier = {"name": "valkey", "url": server.tcp_url, **TIMEOUTS}
+    return SharedServer(tier, server.start, server.kill, partial(server.signal, signal.SIGSTOP), server.stop)
 
 
-class S3Shared(SharedServer):
+def s3(directory: Path) -> SharedServer:
     """SeaweedFS. Only the S3 gateway is killed, so the records remain."""
-
-    def __init__(self, directory: Path) -> None:
-        self._server = S3Server(directory)
-        self._has_storage = False
-        self.tier = {
-            "name": "s3",
-            "url": f"s3://{BUCKET}/engines",
-            "endpoint": f"http://127.0.0.1:{self._server.port}",
-            "region": "us-east-1",
-            "allow_http": True,
-            "access_key_id": ACCESS_KEY_ID,
-            "secret_key": SECRET_KEY,
-            "part_bytes": "256KiB",  # a chunk has 516 KiB, so it is read in parts
-            "connect_timeout_s": PATIENCE_S,
-            "request_timeout_s": PATIENCE_S,
-        }
-
-    def start(self) -> None:
-        if self._has_storage:
-            self._server.start_gateway()
-            return
-        self._has_storage = True
-        self._server.start()
-
-    def kill(self) -> None:
-        self._server.kill_gateway()
-
-    def hang(self) -> None:
-        self._server.signal_gateway(signal.SIGSTOP)
-
-    def stop(self) -> None:
-        self._server.stop()
+    server = S3Server(directory)
+    starts = chain([server.start], repeat(server.start_gateway))
+    tier = {
+        "name": "s3",
+        "url": f"s3://{BUCKET}/engines",
+        "endpoint": f"http://127.0.0.1:{server.port}",
+        "region": "us-east-1",
+        "allow_http": True,
+        "access_key_id": ACCESS_KEY_ID,
+        "secret_key": SECRET_KEY,
+        "part_bytes": "256KiB",  # a chunk has 516 KiB, so it is read in parts
+        "connect_timeout_s": PATIENCE_S,
+        "request_timeout_s": PATIENCE_S,
+    }
+    hang = partial(server.signal_gateway, signal.SIGSTOP)
+    return SharedServer(tier, lambda: next(starts)(), server.kill_gateway, hang, server.stop)
 
 
-class MooncakeShared(SharedServer):
+def mooncake(directory: Path) -> SharedServer:
     """Mooncake's master and a process with memory. Both are killed together, and their records are lost."""
+    pool = MooncakePool(directory)
 
-    def __init__(self, directory: Path) -> None:
-        self._pool = MooncakePool(directory)
-        self.tier = self._pool.tier
+    def kill() -> None:
+        kill_master(pool)
+        kill_store(pool)
 
-    def start(self) -> None:
-        self._pool.start()
-
-    def kill(self) -> None:
-        kill_master(self._pool)
-        kill_store(self._pool)
-
-    def hang(self) -> None:
-        self._pool.signal_master(signal.SIGSTOP)
-
-    def stop(self) -> None:
-        self._pool.stop()
+    return SharedServer(pool.tier, pool.start, kill, partial(pool.signal_master, signal.SIGSTOP), pool.stop)
 
 
-class Daemon:
-    """`lmcache-async serve`, for one host. Its records are lost when it is killed.
+def host(directory: Path) -> SharedServer:
+    """`lmcache-async serve`, for one host. Its records are lost when it is killed."""
+    del directory  # its path may be too long for a socket
+    own = Path(tempfile.mkdtemp(prefix="lmca-"))
+    config = {"socket": str(own / "s"), "max_bytes": "512MiB", "prefault": False}
+    (own / "daemon.yaml").write_text(json.dumps(config))  # also YAML
+    running: list[subprocess.Popen[str]] = []
 
-    Args:
-        directory: A short path, for its socket.
-    """
+    def start() -> None:
+        command = [sys.executable, "-m", "lmcache_async.cli", "serve", f"--config={own / 'daemon.yaml'}"]
+        running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True))
+        assert running[0].stdout is not None
+        assert any("is ready at" in line for line in running[0].stdout), "the daemon has ended"
 
-    def __init__(self, directory: Path) -> None:
-        self.socket = directory / "s"
-        self._config = directory / "daemon.yaml"
-        self._config.write_text(
-            json.dumps({"socket": str(self.socket), "max_bytes": "512MiB", "prefault": False})  # also YAML
-        )
-        self._process: subprocess.Popen[str] | None = None
+    def kill() -> None:
+        while running:
+            process = running.pop()
+            process.kill()
+            process.communicate()
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "lmcache_async.cli", "serve", f"--config={self._config}"]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert any("is ready at" in line for line in self._process.stdout), "the daemon has ended"
+    def stop() -> None:
+        kill()
+        shutil.rmtree(own)
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-    def hang(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-
-class HostShared(SharedServer):
-    """The daemon of one host."""
-
-    def __init__(self, directory: Path) -> None:
-        del directory  # its path may be too long for a socket
-        self._directory = Path(tempfile.mkdtemp(prefix="lmca-"))
-        self._daemon = Daemon(self._directory)
-        self.tier = {"name": "host", "socket": str(self._daemon.socket), **TIMEOUTS}
-
-    def start(self) -> None:
-        self._daemon.start()
-
-    def kill(self) -> None:
-        self._daemon.kill()
-
-    def hang(self) -> None:
-        self._daemon.hang()
-
-    def stop(self) -> None:
-        self.kill()
-        shutil.rmtree(self._directory)
+    tier = {"name": "host", "socket": str(own / "s"), **TIMEOUTS}
+    return SharedServer(tier, start, kill, lambda: running[0].send_signal(signal.SIGSTOP), stop)
 
 
 SERVERS: Mapping[str, Callable[[Path], SharedServer]] = {
-    "valkey": ValkeyShared,
-    "s3": S3Shared,
-    "mooncake": MooncakeShared,
-    "host": HostShared,
+    each.__name__: each for each in (valkey, s3, mooncake, host)
 }
 """Servers by the name of their tier. Each has its own directory."""

@@ -339,18 +339,6 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
 
 
-def test_a_miss_is_released_without_a_message_to_the_other_thread(ranks: Ranks, monkeypatch):
-    ranks.serve_all()
-    lookup = ranks.send(PROMPT)
-    answer = ranks.wait(lookup)
-    posted = []
-    monkeypatch.setattr(ranks.client, "_post", posted.append)
-
-    ranks.client.release(lookup, answer)
-
-    assert not posted
-
-
 def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(ranks: Ranks, until):
     ranks.serve_all()
     ranks.hold(PROMPT)
