@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
     from lmcache_async.integration.vllm import worker
     from lmcache_async.integration.vllm.versions import serves_several_groups
-    from tests.support.vllm_simulator import Simulators, Until
+    from tests.support.vllm_simulator import Simulators, Until, assert_nothing_is_held
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -72,3 +72,6 @@ def simulators(
     yield made
     for sim in made.made:
         sim.close()
+    for sim in made.made:
+        if not sim.busy:  # otherwise the test has ended in the middle of a request
+            assert_nothing_is_held(sim)

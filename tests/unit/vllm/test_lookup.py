@@ -173,36 +173,42 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(socket_dir: Path, until) -> Iterator[Ranks]:
+def unserved(socket_dir: Path, until) -> Iterator[Ranks]:
+    """A client, and ranks whose servers are not started."""
     made = Ranks(socket_dir, until)
     yield made
     made.close()
+
+
+@pytest.fixture
+def ranks(unserved: Ranks) -> Ranks:
+    unserved.serve_all()
+    return unserved
 
 
 PROMPT = list(range(30))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(ranks: Ranks):
+def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(unserved: Ranks):
     addresses = {}
-    for rank, engine in enumerate(ranks.engines):
-        server = LookupServer(engine, ranks.identities[rank], "127.0.0.1", clear=engine.clear)
-        ranks.loop.submit(server.start()).result()
-        ranks.servers.append(server)
+    for rank, engine in enumerate(unserved.engines):
+        server = LookupServer(engine, unserved.identities[rank], "127.0.0.1", clear=engine.clear)
+        unserved.loop.submit(server.start()).result()
+        unserved.servers.append(server)
         assert server.tcp_address is not None
         addresses[rank] = server.tcp_address
-        ranks.hold(PROMPT[:16], ranks=[rank])
-    ranks.connect([None, None])
-    assert ranks.ask(PROMPT).chunks == 0  # not connected
+        unserved.hold(PROMPT[:16], ranks=[rank])
+    unserved.connect([None, None])
+    assert unserved.ask(PROMPT).chunks == 0  # not connected
 
-    ranks.client.set_addresses(addresses)
-    ranks.until(lambda: ranks.client.ready)
+    unserved.client.set_addresses(addresses)
+    unserved.until(lambda: unserved.client.ready)
 
-    assert ranks.ask(PROMPT).chunks == 2
+    assert unserved.ask(PROMPT).chunks == 2
 
 
 def test_chunks_in_memory_of_every_rank_are_resident(ranks: Ranks):
-    ranks.serve_all()
     ranks.hold(PROMPT)
     answer = ranks.ask(PROMPT)
     assert (answer.chunks, answer.partial_tokens, answer.resident) == (3, 6, True)
@@ -216,7 +222,6 @@ def test_chunks_in_memory_of_every_rank_are_resident(ranks: Ranks):
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Ranks, until, in_memory: bool):
-    ranks.serve_all()
     ranks.hold(PROMPT[:12])
     for engine in ranks.engines:
         engine.partial_in_memory = in_memory
@@ -230,20 +235,19 @@ def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Rank
 
 
 def test_partial_chunks_that_differ_between_ranks_are_no_hit(ranks: Ranks):
-    ranks.serve_all()
     ranks.hold(PROMPT[:12], ranks=[0])
     ranks.hold(PROMPT[:10], ranks=[1])
 
     assert ranks.ask(PROMPT).hit_tokens(CHUNK) == CHUNK
 
 
-def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
-    ranks.serve(0)
-    ranks.hold(PROMPT, ranks=[0])
+def test_until_every_rank_answers_all_is_a_miss_at_once(unserved: Ranks):
+    unserved.serve(0)
+    unserved.hold(PROMPT, ranks=[0])
     chain = RequestKeys("r", PROMPT, len(PROMPT))
 
-    assert ranks.answer(ranks.client.ask(chain, len(PROMPT))) is not None
-    assert not ranks.client.connected
+    assert unserved.answer(unserved.client.ask(chain, len(PROMPT))) is not None
+    assert not unserved.client.connected
 
 
 @pytest.mark.parametrize(
@@ -251,26 +255,26 @@ def test_until_every_rank_answers_all_is_a_miss_at_once(ranks: Ranks):
     [(KEY, OTHER_KEY, CHUNK), (KEY, b"", CHUNK), (b"", KEY, CHUNK), (KEY, KEY, 16)],
 )
 def test_ranks_with_another_hash_key_or_chunk_size_are_not_asked(
-    ranks: Ranks, until, ours: bytes, theirs: bytes, chunk_size: int
+    unserved: Ranks, until, ours: bytes, theirs: bytes, chunk_size: int
 ):
-    ranks.identities = [
-        replace(one, algorithm="sha256", hash_key_id=hash_key_id(theirs)) for one in ranks.identities
+    unserved.identities = [
+        replace(one, algorithm="sha256", hash_key_id=hash_key_id(theirs)) for one in unserved.identities
     ]
-    ranks.identities[1] = replace(ranks.identities[1], chunk_size=chunk_size)
-    ranks.connect(hash_key=ours)
+    unserved.identities[1] = replace(unserved.identities[1], chunk_size=chunk_size)
+    unserved.connect(hash_key=ours)
     for rank in (0, 1):
-        ranks.serve(rank)
-    until(lambda: all(rank.identity is not None for rank in ranks.client.ranks))
+        unserved.serve(rank)
+    until(lambda: all(rank.identity is not None for rank in unserved.client.ranks))
 
-    assert not ranks.client.connected
+    assert not unserved.client.connected
 
 
-def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
-    ranks.identities = [
-        replace(one, algorithm="blake3", hash_key_id=hash_key_id(KEY)) for one in ranks.identities
+def test_with_one_secret_both_ends_make_the_same_keys(unserved: Ranks):
+    unserved.identities = [
+        replace(one, algorithm="blake3", hash_key_id=hash_key_id(KEY)) for one in unserved.identities
     ]
-    ranks.connect(hash_key=KEY)
-    for engine, root in zip(ranks.engines, ranks.roots, strict=True):
+    unserved.connect(hash_key=KEY)
+    for engine, root in zip(unserved.engines, unserved.roots, strict=True):
         hasher = ChunkHasher(
             RequestNamespace(cache_salt="s").root(root, "blake3", KEY),
             chunk_size=CHUNK,
@@ -280,54 +284,53 @@ def test_with_one_secret_both_ends_make_the_same_keys(ranks: Ranks):
         engine.keys.update(hasher.extend_keys(PROMPT[:16]))
         hasher.extend(PROMPT[16:20])
         engine.keys.update(chunk.key for chunk in hasher.partials(BLOCK)[:1])
-    ranks.serve_all()
+    unserved.serve_all()
 
-    answer = ranks.ask(PROMPT, cache_salt="s")
+    answer = unserved.ask(PROMPT, cache_salt="s")
 
     assert (answer.chunks, answer.partial_tokens) == (2, 4)
-    assert ranks.ask(PROMPT, cache_salt="t").chunks == 0
+    assert unserved.ask(PROMPT, cache_salt="t").chunks == 0
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "abandoned"])
-def test_pins_of_an_answer_that_is_late_or_not_needed_are_released(ranks: Ranks, until, late: bool):
-    ranks.connect(lookup_timeout_s=0.01 if late else 60.0)
-    ranks.serve_all()
-    ranks.hold(PROMPT, ranks=[0])
-    ranks.engines[0].gate = threading.Event()
-    lookup = ranks.send(PROMPT)
+def test_pins_of_an_answer_that_is_late_or_not_needed_are_released(unserved: Ranks, until, late: bool):
+    unserved.connect(lookup_timeout_s=0.01 if late else 60.0)
+    unserved.serve_all()
+    unserved.hold(PROMPT, ranks=[0])
+    unserved.engines[0].gate = threading.Event()
+    lookup = unserved.send(PROMPT)
 
     if late:
-        assert ranks.wait(lookup).chunks == 0
+        assert unserved.wait(lookup).chunks == 0
     else:
-        ranks.client.release(lookup, None)
-    ranks.engines[0].gate.set()
-    ranks.wait(lookup)
-    until(lambda: len(ranks.engines[0].pins) > 0 and not +ranks.engines[0].pins)
+        unserved.client.release(lookup, None)
+    unserved.engines[0].gate.set()
+    unserved.wait(lookup)
+    until(lambda: len(unserved.engines[0].pins) > 0 and not +unserved.engines[0].pins)
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["late hit", "failed"])
-def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(ranks: Ranks, stored: bool):
+def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(unserved: Ranks, stored: bool):
     """A request repeats a lookup of a certain age. If that were the age of the query alone, a slow one would never end."""
     time = [0.0]
-    ranks.connect(clock=lambda: time[0])
-    ranks.serve_all()
-    ranks.engines[0].broken = not stored
+    unserved.connect(clock=lambda: time[0])
+    unserved.serve_all()
+    unserved.engines[0].broken = not stored
     queried, answers = threading.Event(), threading.Event()
-    ranks.engines[0].gate = SimpleNamespace(wait=lambda: queried.set() or answers.wait())
-    lookup = ranks.send(PROMPT)
+    unserved.engines[0].gate = SimpleNamespace(wait=lambda: queried.set() or answers.wait())
+    lookup = unserved.send(PROMPT)
     assert queried.wait(60)
     time[0] = 5.0
     answers.set()
 
     taken: list[Answered] = []
-    ranks.until(lambda: bool(taken.extend(ranks.client.take_answers()) or taken))
+    unserved.until(lambda: bool(taken.extend(unserved.client.take_answers()) or taken))
     assert [(each.lookup_id, each.queried_at, each.answered_at) for each in taken] == [
         (lookup.lookup_id, 0.0, 5.0)
     ]
 
 
 def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
-    ranks.serve_all()
     ranks.hold(PROMPT, ranks=[0])
     lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
@@ -340,7 +343,6 @@ def test_a_released_lookup_is_unpinned_once_on_every_rank(ranks: Ranks, until):
 
 
 def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(ranks: Ranks, until):
-    ranks.serve_all()
     ranks.hold(PROMPT)
     ranks.engines[1].broken = True
     lookup = ranks.send(PROMPT)
@@ -356,7 +358,6 @@ def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(rank
 
 
 def test_a_lost_connection_is_found_again(ranks: Ranks, until):
-    ranks.serve_all()
     ranks.hold(PROMPT)
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
     until(lambda: not ranks.client.connected)
@@ -368,7 +369,6 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
 
 def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(ranks: Ranks, until):
     """The transport refuses to write from then on, and the reader learns of the end one turn of the loop later."""
-    ranks.serve_all()
     loop, (first, _) = ranks.client._loop, ranks.client.ranks
 
     def reset_both() -> None:
@@ -386,7 +386,7 @@ def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(r
 
 @pytest.mark.parametrize("op", ["hello", "unpin", "clear"])
 def test_an_unexpected_error_of_one_task_does_not_end_the_others(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, op: str
+    unserved: Ranks, monkeypatch: pytest.MonkeyPatch, op: str
 ):
     monkeypatch.setattr(lookup_module, "LAST_RETRY_S", 0.0)
     post, failed = RankConnection.post, threading.Event()
@@ -398,23 +398,22 @@ def test_an_unexpected_error_of_one_task_does_not_end_the_others(
         post(rank, message)
 
     monkeypatch.setattr(RankConnection, "post", fail_once)
-    ranks.serve_all()
-    ranks.engines[0].gate = threading.Event()
-    lookup = ranks.send(PROMPT)
-    ranks.client.release(lookup, None)  # unpinned by the task that waits for the answer
-    ranks.engines[0].gate.set()
-    ranks.wait(lookup)
-    ranks.client.reset(memory_only=True)
-    ranks.until(lambda: ranks.client.ready)
-    ranks.hold(PROMPT)
+    unserved.serve_all()
+    unserved.engines[0].gate = threading.Event()
+    lookup = unserved.send(PROMPT)
+    unserved.client.release(lookup, None)  # unpinned by the task that waits for the answer
+    unserved.engines[0].gate.set()
+    unserved.wait(lookup)
+    unserved.client.reset(memory_only=True)
+    unserved.until(lambda: unserved.client.ready)
+    unserved.hold(PROMPT)
 
-    assert ranks.ask(PROMPT).chunks == 3
+    assert unserved.ask(PROMPT).chunks == 3
     assert failed.is_set()
 
 
 def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
     """Each answer reaches its own lookup, although others are sent and answered meanwhile."""
-    ranks.serve_all()
     ranks.hold(PROMPT)
     turn = threading.Semaphore(0)
     ranks.engines[0].gate = SimpleNamespace(wait=turn.acquire)
@@ -435,7 +434,6 @@ def test_closed_connections_are_not_logged(
     monkeypatch: pytest.MonkeyPatch,
     goodbye: bool,
 ):
-    ranks.serve_all()
     attempts = threading.Semaphore(0)
     connect = asyncio.open_unix_connection
 
@@ -458,7 +456,6 @@ def test_closed_connections_are_not_logged(
 
 
 def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
-    ranks.serve_all()
     ranks.hold(PROMPT)
     ranks.engines[1].gate = threading.Event()
 
@@ -473,7 +470,6 @@ def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
 
 
 def test_invalid_tokens_give_no_keys_and_do_not_affect_others(ranks: Ranks):
-    ranks.serve_all()
     chain = RequestKeys("bad", [1, -5, 2**40], 3)
     lookup = ranks.client.ask(chain, 3)
     ranks.wait(lookup)
@@ -483,7 +479,6 @@ def test_invalid_tokens_give_no_keys_and_do_not_affect_others(ranks: Ranks):
 
 
 def test_growing_requests_are_hashed_on(ranks: Ranks, until):
-    ranks.serve_all()
     tokens = list(range(20))
     chain = RequestKeys("r", tokens, 20)
     ranks.client.ask(chain, 20)
@@ -522,6 +517,7 @@ GROUPS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * CHUNK), KVGroup(2, BLO
 @pytest.fixture
 def windows(socket_dir: Path, until) -> Iterator[Ranks]:
     made = Ranks(socket_dir, until, GROUPS)
+    made.serve_all()
     yield made
     made.close()
 
@@ -531,7 +527,6 @@ def windows(socket_dir: Path, until) -> Iterator[Ranks]:
 def test_a_hit_is_resident_if_every_group_is_in_memory_on_every_rank(
     windows: Ranks, where: str, boundary: int
 ):
-    windows.serve_all()
     windows.engines[1].in_memory = where != "prefix not"
     windows.engines[1].partial_in_memory = where != "boundary not"
     tokens = list(range(10 * CHUNK))
@@ -545,7 +540,6 @@ def test_a_hit_is_resident_if_every_group_is_in_memory_on_every_rank(
 
 def test_leases_of_a_boundary_are_released(windows: Ranks):
     """Also if no record of full attention is leased, or if another rank lacks the boundary."""
-    windows.serve_all()
     tokens = list(range(10 * CHUNK))
     for engine in windows.engines:
         engine.in_memory = False
@@ -559,7 +553,6 @@ def test_leases_of_a_boundary_are_released(windows: Ranks):
 
 
 def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ranks):
-    windows.serve_all()
     tokens = [7] * (200 * CHUNK)
     windows.hold(tokens)
     windows.hold_boundary(tokens, CHUNK)

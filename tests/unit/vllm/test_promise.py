@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.integration.vllm.jobs import WorkerReport
@@ -16,6 +15,12 @@ from tests.unit.vllm.test_scheduler import CHUNK, RANKS, Bench, hit, spans, trac
 
 PRODUCER = Roles(hands_over=True)
 PROMISE = Promise("p", 20, "0" * 32, "1" * 32, 30.0)
+
+
+def promised(bench: Bench, request: Request) -> int:
+    """Tokens that the request promises at its end; 0 for no promise."""
+    promise = bench.finish(request)
+    return promise.tokens if promise is not None else 0
 
 
 def prefilled(bench: Bench, num_tokens: int, **options: Any) -> Request:
@@ -33,9 +38,7 @@ def test_recomputed_and_generated_tokens_are_not_promised_beyond_the_prompt():
         bench.step((request, 1))
         request.append_output_token_ids(token)
 
-    promise = bench.finish(request)
-    assert promise is not None
-    assert promise.tokens == 6
+    assert promised(bench, request) == 6
 
 
 def test_a_request_aborted_during_its_prefill_promises_its_computed_tokens():
@@ -44,9 +47,7 @@ def test_a_request_aborted_during_its_prefill_promises_its_computed_tokens():
     bench.step((request, 20))
     request.status = RequestStatus.FINISHED_ABORTED
 
-    promise = bench.finish(request)
-    assert promise is not None
-    assert promise.tokens == 16
+    assert promised(bench, request) == 16
 
 
 @pytest.mark.parametrize("skip_save", [False, True], ids=["no keys", "not stored"])
@@ -92,15 +93,12 @@ def test_a_connector_with_both_roles_promises_on_request_only():
 
     assert bench.finish(prefilled(bench, 20)) is None
     assert bench.finish(prefilled(bench, 20, params={"do_remote_decode": False})) is None
-    promise = bench.finish(prefilled(bench, 20, params={"do_remote_decode": True}))
-    assert promise is not None
-    assert promise.tokens == 20
+    assert promised(bench, prefilled(bench, 20, params={"do_remote_decode": True})) == 20
 
 
 def test_a_producer_offers_its_hits_to_the_tiers_that_lack_them():
     bench = Bench(roles=PRODUCER)
-    request = bench.request(20)
-    bench.answer(request, hit(2))
+    request = bench.request(20, answer=hit(2))
     assert bench.scheduler.match(request, 0) == (16, True)
     bench.allocate(request, 16, 16)
     bench.step()
@@ -127,10 +125,8 @@ def test_chunks_that_reached_no_shared_tier_are_not_promised():
     report(bench, {first[0].job_id: 0})
     report(bench, {second[0].job_id: 2})
     report(bench, {second[1].job_id: 0})
-    promise = bench.finish(request)
 
-    assert promise is not None
-    assert promise.tokens == 24
+    assert promised(bench, request) == 24
 
 
 def test_while_nothing_reaches_a_shared_tier_nothing_is_promised():
@@ -167,31 +163,23 @@ def test_chunks_are_promised_again_once_a_store_has_reached_a_shared_tier_on_eve
     assert (bench.finish(request) is not None) == promised
 
 
-def twins(bench: Bench, **params: Any) -> tuple[Request, Request]:
-    """Two requests with one prompt; the second one has these parameters."""
-    first = bench.request(20)
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    second = Request("twin", first.prompt_token_ids, sampling, None)
-    bench.scheduler.on_new_request(second)
-    return first, second
-
-
-@pytest.mark.parametrize(("unshared", "promised"), [(0, 20), (1, 0)])
-def test_a_promise_depends_on_the_stores_of_other_requests_with_its_chunks(unshared: int, promised: int):
+@pytest.mark.parametrize(("unshared", "tokens"), [(0, 20), (1, 0)])
+def test_a_promise_depends_on_the_stores_of_other_requests_with_its_chunks(unshared: int, tokens: int):
     bench = Bench(roles=PRODUCER)
-    first, second = twins(bench)
+    first = bench.request(20)
+    second = bench.twin(first)
     jobs = bench.step((first, 20), (second, 20)).stores
     assert spans(jobs) == [(0, 16), (16, 20), (16, 20)]
     report(bench, {jobs[0].job_id: unshared})
     report(bench, {99: 0})
 
-    promise = bench.finish(second)
-    assert (promise.tokens if promise else 0) == promised
+    assert promised(bench, second) == tokens
 
 
 def test_chunks_of_a_store_that_has_failed_on_one_rank_are_stored_by_the_next_request():
     bench = Bench(roles=PRODUCER)
-    first, second = twins(bench)
+    first = bench.request(20)
+    second = bench.twin(first)
     report(bench, {bench.step((first, 20)).stores[0].job_id: 1}, ranks=1)
 
     assert spans(bench.step((second, 20)).stores) == [(0, 16), (16, 20)]
@@ -199,7 +187,8 @@ def test_chunks_of_a_store_that_has_failed_on_one_rank_are_stored_by_the_next_re
 
 def test_chunks_of_a_store_whose_answer_is_not_reported_are_stored_by_a_request_that_is_handed_over():
     bench = Bench()
-    first, second = twins(bench, do_remote_decode=True)
+    first = bench.request(20)
+    second = bench.twin(first, do_remote_decode=True)
 
     jobs = bench.step((first, 20), (second, 20)).stores
     assert spans(jobs) == [(0, 16), (16, 20)] * 2
@@ -213,8 +202,7 @@ def promised_with_states(bench: Bench, *, offered: bool = True, unshared: int = 
     *_, last = bench.step((request, 4 * CHUNK + 3), states=states).stores
     report(bench, {last.job_id: unshared})
     report(bench, {99: 0})
-    promise = bench.finish(request)
-    return promise.tokens if promise else 0
+    return promised(bench, request)
 
 
 def test_several_groups_are_promised_if_a_consumer_can_continue_there():

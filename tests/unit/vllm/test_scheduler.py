@@ -141,7 +141,8 @@ class Bench:
         )
         self.names = itertools.count()
 
-    def request(self, num_tokens: int, **options: Any) -> Request:
+    def request(self, num_tokens: int, *, answer: Answer | None = None, **options: Any) -> Request:
+        """A new request, whose lookup has this answer."""
         params = options.pop("params", None)
         sampling = SamplingParams(
             max_tokens=100, extra_args={"kv_transfer_params": params} if params else None, **options
@@ -149,7 +150,16 @@ class Bench:
         tokens = [next(self.names)] + [1] * (num_tokens - 1)
         request = Request(f"r{tokens[0]}", tokens, sampling, None)
         self.scheduler.on_new_request(request)
+        if answer is not None:
+            self.answer(request, answer)
         return request
+
+    def twin(self, request: Request, **params: Any) -> Request:
+        """A new request with the same prompt."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
+        twin = Request(f"twin {next(self.names)}", list(request.prompt_token_ids), sampling, None)
+        self.scheduler.on_new_request(twin)
+        return twin
 
     def answer(self, request: Request, answer: Answer) -> None:
         self.client.answer(self.client.asked[-1], answer)
@@ -436,8 +446,7 @@ def test_tags_of_both_spellings_name_one_namespace():
 
 def test_a_preempted_request_is_looked_up_again_with_its_generated_tokens():
     bench = Bench()
-    request = bench.request(20)
-    bench.answer(request, MISS)
+    request = bench.request(20, answer=MISS)
     bench.scheduler.match(request, 0)
     request.append_output_token_ids([5, 6, 7, 8])
     request.num_preemptions += 1
@@ -463,8 +472,7 @@ def test_a_miss_that_waited_long_in_the_queue_is_looked_up_again_with_a_limit_pe
 
 def test_the_answer_of_a_repeated_lookup_is_used_however_long_the_steps_take():
     bench = Bench()
-    request = bench.request(20)
-    bench.answer(request, MISS)
+    request = bench.request(20, answer=MISS)
     offered = []
     for step in range(1, 5):
         bench.client.time = 3.0 * step
@@ -478,8 +486,7 @@ def test_the_answer_of_a_repeated_lookup_is_used_however_long_the_steps_take():
 
 
 def load(bench: Bench, answer: Answer, *, num_tokens: int, local: int) -> tuple[Request, Job]:
-    request = bench.request(num_tokens)
-    bench.answer(request, answer)
+    request = bench.request(num_tokens, answer=answer)
     external, _ = bench.scheduler.match(request, local)
     assert external is not None
     bench.allocate(request, external, local + external)
@@ -586,8 +593,7 @@ def test_a_load_whose_job_cannot_be_created_is_lost_too():
 
 def layerwise(bench: Bench, chunks: int = 3, *, num_tokens: int = 37, local: int = 0) -> tuple[Request, Job]:
     """A request whose hit is loaded by the step that includes it."""
-    request = bench.request(num_tokens)
-    bench.answer(request, hit(chunks, resident=True))
+    request = bench.request(num_tokens, answer=hit(chunks, resident=True))
     external, is_async = bench.scheduler.match(request, local)
     assert (external, is_async) == (chunks * CHUNK - local, False)
     bench.allocate(request, external, num_tokens)
@@ -614,8 +620,7 @@ def test_hits_in_host_memory_are_loaded_by_the_step_that_uses_them():
 )
 def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens: int, resident: bool):
     bench = Bench(awaited_tokens=24)
-    request = bench.request(num_tokens)
-    bench.answer(request, hit(chunks, resident=resident))
+    request = bench.request(num_tokens, answer=hit(chunks, resident=resident))
 
     assert bench.scheduler.match(request, 0) == (chunks * CHUNK, True)
     bench.allocate(request, chunks * CHUNK, num_tokens)
@@ -687,8 +692,7 @@ def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
 
 def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
     bench = Bench(awaited_tokens=100)
-    request = bench.request(37)
-    bench.answer(request, hit(3, resident=True))
+    request = bench.request(37, answer=hit(3, resident=True))
     bench.allocate(request, bench.scheduler.match(request, 0)[0], 37)
     request.num_computed_tokens = 24
     step = bench.step((request, 13))
@@ -700,8 +704,7 @@ def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
 
 def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
     bench = Bench(awaited_tokens=100)
-    request = bench.request(30)
-    bench.answer(request, hit(2, resident=True))
+    request = bench.request(30, answer=hit(2, resident=True))
     bench.scheduler.match(request, 4)
     blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
 
@@ -716,8 +719,7 @@ def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
 
 def loaded_by_another(bench: Bench) -> Request:
     """A request that is admitted with 2 tokens in vLLM's cache and 8 that another connector loads in the next step."""
-    request = bench.request(40)
-    bench.answer(request, MISS)
+    request = bench.request(40, answer=MISS)
     assert bench.scheduler.match(request, 2) == (0, False)
     bench.allocate(request, 0, 40)
     request.num_computed_tokens = 10
@@ -817,8 +819,7 @@ def test_a_request_whose_hit_ends_inside_of_a_block_is_stored_beside_others_in_a
 
 def test_chunks_are_stored_in_the_step_that_completes_them():
     bench = Bench()
-    request = bench.request(37)
-    bench.answer(request, MISS)
+    request = bench.request(37, answer=MISS)
 
     stored = [spans(bench.step((request, count)).stores) for count in (7, 1, 20, 8, 1)]
 
@@ -828,8 +829,7 @@ def test_chunks_are_stored_in_the_step_that_completes_them():
 def test_a_request_whose_own_hit_ends_inside_of_a_block_is_stored():
     """With recurrent states vLLM matches less than a block. The connector is given the whole blocks of the hit."""
     bench = Bench()
-    request = bench.request(37)
-    bench.answer(request, MISS)
+    request = bench.request(37, answer=MISS)
     bench.scheduler.match(request, 8)
     request.num_computed_tokens = 10
 
@@ -893,15 +893,13 @@ def test_drafted_tokens_that_may_be_rejected_are_not_stored():
 def test_two_requests_with_one_prefix_store_it_once():
     bench = Bench()
     first = bench.request(37)
-    second = Request("twin", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
-    bench.scheduler.on_new_request(second)
+    second = bench.twin(first)
 
     jobs = bench.step((first, 32), (second, 32)).stores
 
     assert spans(jobs) == [(0, 32)]
     bench.complete(jobs)
-    third = Request("later", list(first.prompt_token_ids), SamplingParams(max_tokens=1), None)
-    bench.scheduler.on_new_request(third)
+    third = bench.twin(first)
     assert spans(bench.step((third, 32)).stores) == [(0, 32)]  # ended: the engine's answer takes precedence
 
 
@@ -1002,8 +1000,7 @@ def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back(
 
 def test_after_a_reset_everything_is_a_miss_until_it_is_done_and_then_looked_up_again():
     bench = Bench()
-    request = bench.request(20)
-    bench.answer(request, hit(2))
+    request = bench.request(20, answer=hit(2))
     bench.scheduler.reset()
 
     assert bench.scheduler.match(request, 0) == (0, False)
@@ -1029,8 +1026,7 @@ def test_a_chunk_of_a_store_that_a_reset_drops_is_stored_by_the_next_request():
     before = bench.request(20)
     bench.step((before, 20))
     bench.scheduler.reset()
-    after = Request("after", before.prompt_token_ids, before.sampling_params, None)
-    bench.scheduler.on_new_request(after)
+    after = bench.twin(before)
 
     assert spans(bench.step((after, 20)).stores) == [(0, 16), (16, 20)]
 
