@@ -422,6 +422,17 @@ class CircuitMachine(RuleBasedStateMachine):
         if failed is not None:
             self.decide(failed)
 
+    @rule(count=st.integers(1, 4), failed=st.booleans())
+    def call(self, count, failed):
+        """Calls that end at once, so that a run passes through many states."""
+        for _ in range(count):
+            self.look()
+            before = len(self.running)
+            self.enter()
+            if len(self.running) > before:
+                self.circuit.leave(self.running.pop()[1], self.now, failed=failed)
+                self.decide(failed)
+
     @precondition(lambda self: self.late)
     @rule(failed=st.booleans())
     def leave_late(self, failed):

@@ -259,6 +259,20 @@ async def test_without_free_threads_the_waiting_thread_copies(layers, monkeypatc
     assert is_filled(cache, [0, 3, 5])
 
 
+async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, monkeypatch):
+    cache, copier = layers
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    parts = []
+    monkeypatch.setattr(CpuCopier, "_copy", lambda self, jobs, part, **options: parts.append(part))
+    progress = Told(4)
+
+    await copier.scatter(copy_jobs(cache.layout, range(5)), None, progress)
+
+    entries = [list(range(piece.start, piece.stop)) for part in parts for piece in part]
+    assert entries == [[p * 5 + r for r in rows] for p in range(4) for rows in ([0, 1], [2, 3], [4])]
+    assert progress.told == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+
+
 @pytest.mark.parametrize("alone_s", [0, 3600])
 async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monkeypatch, alone_s):
     cache, copier = layers
