@@ -107,6 +107,17 @@ def test_a_tenant_at_its_quota_evicts_its_own_records() -> None:
     assert held(pool) == [4, 5, 6]
 
 
+def test_reservations_count_against_the_quota() -> None:
+    pool = pool_of(100, other_quota=TenantOptions(max_bytes=2 * PAGE))
+    slots = [pool.reserve("t", key_of(number), PAGE) for number in range(3)]
+
+    assert slots[2] is None
+    for slot in slots[:2]:
+        assert slot is not None
+        pool.release(slot)
+    assert pool.reserve("t", key_of(5), 2 * PAGE) is not None
+
+
 def test_reserved_bytes_are_not_evicted_for_other_tenants() -> None:
     pool = pool_of(10, quotas={"t": TenantOptions(reserved_bytes=4 * PAGE)})
     put(pool, range(8))

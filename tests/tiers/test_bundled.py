@@ -13,6 +13,7 @@ from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import TierConfig
 from lmcache_async.tiers.bundled import BundledTier
+from lmcache_async.tiers.results import ContractError, run_each
 from lmcache_async.types import ChunkKey
 
 
@@ -59,3 +60,14 @@ async def test_a_tier_opened_before_a_fork_is_refused_in_the_child(monkeypatch: 
 
     with pytest.raises(TierClosedError, match="the slow tier was opened before this process was forked"):
         await tier.contains(key_of(1))
+
+
+async def test_a_call_for_one_chunk_that_cancels_its_own_task_fails_the_batch() -> None:
+    async def cancel_own(_: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(ContractError, match="cancelled its own task"):
+        await run_each(range(4), cancel_own, 2)
