@@ -172,6 +172,14 @@ def test_a_record_of_another_version_is_corrupt() -> None:
     assert cause_of(data) == "version"
 
 
+def test_without_the_payload_only_the_header_is_proven() -> None:
+    data = sealed()
+    data[-1] ^= 1
+
+    verify(memoryview(data), format=FORMAT, chunk=CHUNK, request_namespace="r", payload=False)
+    assert cause_of(data) == "checksum"
+
+
 @given(st.text(max_size=3), st.integers(505, 520))
 def test_long_texts_that_differ_never_pass_for_each_other(ending: str, length: int) -> None:
     text = "s" * length
