@@ -31,7 +31,7 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
         where: The server, for messages.
 
     Attributes:
-        gone: Set when the socket is closed.
+        gone: Set when the connection has ended and no socket is open.
     """
 
     def __init__(self, where: str) -> None:
@@ -56,7 +56,9 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
         if self._error is None:
             error = error or TierUnavailableError(f"{self.where}: the connection was aborted")
             self._error = type(error)(str(error))  # without a traceback, which keeps memory alive
-        if self._transport is not None:
+        if self._transport is None:
+            self.gone.set()
+        else:
             self._transport.abort()
         self._fail_calls()
 
@@ -67,6 +69,7 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.gone.clear()
         if self._error is not None:
             self._transport.abort()
 

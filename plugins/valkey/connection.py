@@ -114,11 +114,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self.abort()
             raise
 
-    def discard(self) -> None:
-        """Close a connection that was never established. uvloop does not call `connection_lost` for these."""
-        self.abort()
-        self.gone.set()
-
     # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -289,11 +284,7 @@ class Node:
         self._all.add(connection)  # before it is open, so that `close` aborts it
         try:
             async with deadline(config.connect_timeout_s, self.where, "connection", "connect_timeout_s"):
-                try:
-                    await self._open(connection)
-                except BaseException:
-                    connection.discard()
-                    raise
+                await self._open(connection)
                 await self._greet(connection)
         except BaseException as error:
             connection.abort()
