@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import resource
+import threading
+import time
 
 import pytest
 
+from lmcache_async.bench.raw import move_all
 from tests.support.valkey_servers import running
 from tools.benchmarks.servers import host_daemon, valkey_server
 
@@ -134,6 +137,17 @@ def test_an_unknown_id_is_reported_with_the_ids_of_the_config(invoke, tmp_path):
 
     assert result.exit_code == 2
     assert f"{config} has no tier 'kv'; its tiers are cpu" in result.stderr
+
+
+def test_the_time_of_a_limit_begins_when_its_threads_run(monkeypatch):
+    events = []
+    start, clock = threading.Thread.start, time.perf_counter
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (events.append("thread"), start(thread)))
+    monkeypatch.setattr(time, "perf_counter", lambda: (events.append("clock"), clock())[1])
+
+    move_all(lambda worker, item: events.append("item"), range(3), range(5), 1)
+
+    assert events == [*["thread"] * 3, "clock", *["item"] * 5, "clock"]
 
 
 def test_a_tier_that_evicts_the_records_is_reported(invoke):

@@ -14,8 +14,10 @@ import pytest
 from lmcache_async.cli import records
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.maintenance.copy import copy
+from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of
+from lmcache_async.tiers.offline import OfflineOptions
 from tests.maintenance.filled import (
     Failing,
     content,
@@ -218,6 +220,27 @@ def test_a_directory_whose_name_is_not_utf_8_is_copied(root, tmp_path):
     assert told("copy", odd, tmp_path / "there")["records"] == 8
     assert invoke("inspect", odd).exit_code == 0
     assert "no record" in invoke("inspect", odd, "00" * 16).stderr
+
+
+async def test_a_directory_counts_rewritten_and_removed_records(tmp_path):
+    (one, data), (other, _) = sealed([3000, 3000]).items()
+    config = DiskConfig(path=tmp_path / "there", max_bytes=8192)
+    options = OfflineOptions(change=True, in_flight=1, max_record_bytes=SLAB_BYTES, create=True)
+
+    async with DiskTier.offline(config, options) as target:
+
+        async def write(key):
+            with await target.allocate(len(data)) as buffer:
+                buffer.view[:] = data
+                await target.write(key, buffer, 1)
+
+        await target.prepare_writes()
+        await write(one)
+        await write(one)
+        assert [(each.key, each.nbytes) for each in await target.list()] == [(one, 8192)]
+        await target.remove([one])
+        await write(other)
+        assert await target.has([one, other]) == [False, True]
 
 
 # Between tiers in this process, where each step can be made to fail.

@@ -79,6 +79,25 @@ async def test_records_of_other_namespaces_count_against_the_rate():
     assert report.bytes == sum(map(len, records.values()))
 
 
+async def test_items_are_started_in_order_and_concurrency_is_limited():
+    under_way, most, started, told = 0, 0, [], []
+
+    async def work(number):
+        nonlocal under_way, most
+        started.append(number)
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return number
+
+    await for_each("items", range(6), work, lambda *one: told.append(one), in_flight=3)
+
+    assert started == list(range(6))
+    assert most == 3
+    assert (told[0], told[-1]) == (("items", 0, 6, 0), ("items", 6, 6, sum(range(6))))
+
+
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 async def test_an_early_end_awaits_running_work(end):
     ended, running = [], asyncio.Event()
