@@ -94,14 +94,10 @@ class CircuitStatistics:
     """Statistics of a circuit."""
 
     state: CircuitState
-    opened: int
-    """Number of times that the circuit has opened."""
-    refused: int
-    """Calls that were not admitted."""
-    failures: int
-    """Failed calls in the window."""
-    calls: int
-    """Calls in the window."""
+    opened: int  # number of times that the circuit has opened
+    refused: int  # calls that were not admitted
+    failures: int  # failed calls in the window
+    calls: int  # calls in the window
 
 
 class Circuit:

@@ -84,7 +84,8 @@ class LimitLayer(Layer):
     def __init__(self, options: LimitConfig, context: LayerContext) -> None:
         super().__init__(options, context)
         self._record_bytes = 0
-        self._budgets = _budgets(options)
+        limits = {"max_calls": options.max_calls, "max_bytes": options.max_bytes}
+        self._budgets = {option: ByteBudget(limit) for option, limit in limits.items() if limit is not None}
         if options.share:
             first, its_options, self._budgets = context.shared.setdefault(
                 options.share, (context.where, options, self._budgets)
@@ -144,12 +145,6 @@ class LimitLayer(Layer):
                     ) from error
                 held.callback(budget.release, taken)
             yield
-
-
-def _budgets(options: LimitConfig) -> dict[str, ByteBudget]:
-    """Return the budgets by option, of what is limited. They are granted in order of arrival."""
-    limits = {"max_calls": options.max_calls, "max_bytes": options.max_bytes}
-    return {option: ByteBudget(limit) for option, limit in limits.items() if limit is not None}
 
 
 def split(sizes: Sequence[int], max_bytes: int | None) -> list[tuple[int, int]]:
