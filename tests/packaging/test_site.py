@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import importlib
 import os
 import re
 import subprocess
@@ -156,16 +157,14 @@ def exported_names() -> set[str]:
             dotted = ".".join(inside.with_suffix("").parts).removesuffix(".__init__")
             module = dotted if folder == "lmcache_async" else f"lmcache_async.{dotted}"
             if not module.startswith(INSIDE):
-                names |= {f"{module}.{name}" for name in exports(path)}
+                names |= {f"{module}.{name}" for name in exports(path, module)}
     return names
 
 
-def exports(path: Path) -> list[str]:
+def exports(path: Path, module: str) -> list[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            found = ast.literal_eval(node.value)
-            assert isinstance(found, list)
-            return found
+            return list(importlib.import_module(module).__all__)
     return []
 
 
