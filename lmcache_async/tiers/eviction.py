@@ -153,9 +153,9 @@ class LRUPolicy:
             return []
         freed = 0
         victims: list[ChunkKey] = []
-        undo: list[tuple[ChunkKey, ChunkKey | None]] = []
         in_use: list[ChunkKey] = []
-        cut: list[tuple[ChunkKey, ChunkKey]] = []
+        of_victims: list[tuple[ChunkKey, ChunkKey]] = []  # links
+        cut: list[tuple[ChunkKey, ChunkKey]] = []  # links of chunks in use
         checked = 0  # chunks in use that were cut from their predecessors
         while freed < wanted:
             if not self._queue:
@@ -171,17 +171,20 @@ class LRUPolicy:
                 in_use.append(key)
                 continue
             victims.append(key)
-            undo.append((key, self._parents.get(key)))
             freed += self._sizes[key]
-            self._unlink(key)
+            if (parent := self._parents.get(key)) is not None:
+                of_victims.append((key, parent))
+                self._unlink(key)
         for key in in_use:
             self._queue[key] = None
         if freed < wanted:
-            self._restore(undo)
+            for key in reversed(victims):
+                self._queue[key] = None
+                self._queue.move_to_end(key, last=False)
+            cut += of_victims
+            victims = []
         for key, parent in cut:
             self._link(key, parent)
-        if freed < wanted:
-            return []
         for key in victims:
             self._total -= self._sizes.pop(key)
         return victims
@@ -258,13 +261,6 @@ class LRUPolicy:
         for key, _ in links:
             self._unlink(key)
         return links
-
-    def _restore(self, undo: Sequence[tuple[ChunkKey, ChunkKey | None]]) -> None:
-        for key, parent in reversed(undo):
-            self._queue[key] = None
-            self._queue.move_to_end(key, last=False)
-            if parent is not None:
-                self._link(key, parent)
 
 
 EvictionPolicy: TypeAlias = LRUPolicy
