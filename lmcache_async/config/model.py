@@ -196,7 +196,7 @@ class ArenaConfig(Section):
 class GPUConfig(Section):
     """Copies between a GPU and host memory."""
 
-    staging_bytes: Size = 64 * MIB
+    staging_bytes: Size = 128 * MIB
     """Device memory for copies, in bytes, for stores and loads each."""
     store_priority: Literal["low", "high"] = "low"
     """Priority of the CUDA streams of stores; high runs their kernels before waiting kernels

@@ -14,7 +14,7 @@ def open_copiers(
     *,
     threads: int = 2,
     huge_pages: bool = False,
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = 128 << 20,
     store_priority: int = 0,
     load_priority: int = 0,
 ) -> Sequence[Copier]:

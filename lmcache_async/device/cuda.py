@@ -363,7 +363,7 @@ def host_tensor(payload: Payload) -> torch.Tensor:
 def open_cuda_copiers(
     layouts: Sequence[KVLayout],
     *,
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = 128 << 20,
     store_priority: int = 0,
     load_priority: int = 0,
     streams: Streams | None = None,

@@ -13,8 +13,13 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-BLOCK_WORDS = 2048
-"""Maximum words of one program: 16 KiB in 8-byte words, so that few programs saturate memory bandwidth."""
+BLOCK_WORDS = 8192
+"""Maximum words that a program copies at once: 64 KiB in 8-byte words."""
+
+FLIGHT_BYTES = 1 << 20
+"""Bytes that all programs of a launch copy at once. On an H100, 16 programs of 64 KiB move 450 GB/s, eight times what the
+bus needs. A program for each row moves 1 TB/s, but takes four times as much of the multiprocessors' time from the
+model, and slows down the copies over the bus, which read and write the same memory."""
 
 
 @triton.jit(do_not_specialize=["num_entries"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -28,23 +33,25 @@ def _move_rows(
     ALIGNMENT: tl.constexpr,  # common divisor of all addresses, in bytes; 16 allows 128-bit accesses
     BLOCK: tl.constexpr,
 ) -> None:
-    entry = tl.program_id(0).to(tl.int64)
-    address = tl.load(table + entry)
-    if UNIFORM:
-        words = ROW_WORDS
-        place = entry * ROW_WORDS
-    else:
-        place = tl.load(table + num_entries + entry)
-        words = tl.load(table + 2 * num_entries + entry)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    present = column < words
-    row = tl.multiple_of(address.to(staging.dtype), ALIGNMENT)
-    there = tl.multiple_of(staging + place, ALIGNMENT)
-    if address >= 0:
-        if TO_STAGING:
-            tl.store(there + column, tl.load(row + column, mask=present), mask=present)
+    steps = tl.cdiv(ROW_WORDS, BLOCK)
+    for item in range(tl.program_id(0), num_entries * steps, tl.num_programs(0)):
+        entry = (item // steps).to(tl.int64)
+        column = (item % steps) * BLOCK + tl.arange(0, BLOCK)
+        address = tl.load(table + entry)
+        if UNIFORM:
+            words = ROW_WORDS
+            place = entry * ROW_WORDS
         else:
-            tl.store(row + column, tl.load(there + column, mask=present), mask=present)
+            place = tl.load(table + num_entries + entry)
+            words = tl.load(table + 2 * num_entries + entry)
+        present = column < words
+        row = tl.multiple_of(address.to(staging.dtype), ALIGNMENT)
+        there = tl.multiple_of(staging + place, ALIGNMENT)
+        if address >= 0:
+            if TO_STAGING:
+                tl.store(there + column, tl.load(row + column, mask=present), mask=present)
+            else:
+                tl.store(row + column, tl.load(there + column, mask=present), mask=present)
 
 
 def launch(
@@ -66,7 +73,8 @@ def launch(
         row_words: Words of a row; of the longest row if not `uniform`.
     """
     block = min(triton.next_power_of_2(row_words), BLOCK_WORDS)
-    _move_rows[num_entries, triton.cdiv(row_words, block)](
+    programs = max(1, FLIGHT_BYTES // (block * staging.element_size()))
+    _move_rows[min(num_entries * triton.cdiv(row_words, block), programs),](
         table,
         staging,
         num_entries,
@@ -76,5 +84,5 @@ def launch(
         ALIGNMENT=alignment,
         BLOCK=block,
         enable_fp_fusion=False,  # no arithmetic; Triton 3.9 warns if this is not set
-        num_warps=max(1, min(4, block // 64)),
+        num_warps=max(1, min(4, block // 64), block // 512),
     )

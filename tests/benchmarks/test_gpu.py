@@ -129,7 +129,7 @@ async def test_batches_larger_than_the_device_are_left_out_with_a_line():
 def test_a_batch_needs_the_device_twice_and_the_host_once():
     assert refusal(GIB, device_bytes=4 * GIB, host_bytes=GIB) == ""
     assert "it needs 1.0 GiB of pinned" in refusal(GIB, device_bytes=4 * GIB, host_bytes=GIB - 1)
-    assert "it needs 3.1 GiB of device memory" in refusal(GIB, device_bytes=3 * GIB, host_bytes=GIB)
+    assert "it needs 3.2 GiB of device memory" in refusal(GIB, device_bytes=3 * GIB, host_bytes=GIB)
 
 
 async def test_a_cache_with_other_content_ends_the_benchmark():

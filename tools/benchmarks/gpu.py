@@ -31,7 +31,7 @@ from tools.benchmarks.repetition import mean_figure
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 256
 
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = 128 << 20
 """Staging memory of each direction, as by default."""
 
 SPARE_BYTES = 1 << 30

@@ -43,9 +43,9 @@ class Settings:
     models: tuple[str, ...] = ("llama-8b", "deepseek-mla")
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
-    chunks: int = 32
+    chunks: int = 128
     layers: int = 0
-    products: int = 20
+    products: int = 40
     product_size: int = 8192
 
 
@@ -77,6 +77,8 @@ async def profile(
     if not chosen:
         return
     with gpu.pin(max(shape.chunk_bytes for shape in chosen) * settings.chunks) as host:
+        # The clocks of an idle GPU need a second to rise.
+        gpu.products(settings.product_size).ask(15 * settings.products).milliseconds()
         measured = []
         for shape in chosen:
             if time.monotonic() > deadline:
