@@ -740,8 +740,6 @@ class SchedulerConnector:
 
     def take_notices(self) -> list[Notice]:
         """take_events: chunks that tiers stored or removed since the last call."""
-        if not self._notices:
-            return []
         notices = list(self._notices)
         self._notices.clear()
         return notices

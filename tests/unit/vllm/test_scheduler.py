@@ -238,10 +238,6 @@ def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
     return [(part.start, part.start + len(part.tokens) // 4) for job in jobs for part in job.parts]
 
 
-def unpacked(packed: tuple[bytes, ...]) -> list[bytes]:
-    return [each[at : at + 16] for each in packed for at in range(0, len(each), 16)]
-
-
 def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
     keys = (b"p" * 16, b"q" * 16) if partial else ()
     return Answer(chunks, partial, keys, "", {"cpu": chunks}, pinned=True, resident=resident)
