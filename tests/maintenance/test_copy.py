@@ -10,6 +10,9 @@ import signal
 import time
 
 import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lmcache_async.cli import records
 from lmcache_async.errors import TierUnavailableError
@@ -249,6 +252,36 @@ async def test_a_directory_counts_rewritten_and_removed_records(tmp_path):
 async def copied(source, destination, **options):
     async with store_of(source) as from_, store_of(destination) as into:
         return await copy(from_, into, **options)
+
+
+@st.composite
+def stores(draw):
+    """Records, keys of damaged records, and keys present in the destination."""
+    records = sealed(draw(st.lists(st.integers(0, 9000), max_size=6)))
+    keys = sorted(records)
+    some = st.lists(st.sampled_from(keys), unique=True) if keys else st.just([])
+    return records, set(draw(some)), set(draw(some))
+
+
+@given(stores(), st.integers(0, 1 << 20))
+def test_a_copy_has_the_same_bytes_and_no_damaged_record(made, at):
+    records, damaged, had = made
+    source = {}
+    for key, data in records.items():
+        place = at % len(data)
+        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        source[key] = changed if key in damaged else data
+    into = {key: records[key] for key in had}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(copied(DictTier(records=source), DictTier(records=into)))
+
+    missing = set(records) - had
+    assert into == {key: records[key] for key in had | (missing - damaged)}
+    assert report.there == len(had)
+    assert report.records == len(missing - damaged)
+    assert report.refused.total() == len(missing & damaged)
+    assert report.bytes == sum(len(records[key]) for key in missing - damaged)
 
 
 async def test_a_record_that_fails_is_refused_and_the_others_are_copied():
