@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from lmcache_async.cli.config import check_file, flatten, format_value
 from lmcache_async.config import EngineConfig
 from lmcache_async.daemon.config import load_daemon_config
+from lmcache_async.registry import Registry
+from tests.fuzz.test_config import names, values
 
 FILE = """\
 chunk_size: 128
@@ -201,3 +207,56 @@ def test_no_password_or_key_is_shown(invoke, monkeypatch, password):
 
     assert "redis://***@host:1" in shown
     assert "with" not in shown.partition("redis://")[2].partition("host:1")[0]
+
+
+class Inner(BaseModel):
+    host: str
+    password: str
+
+
+class Share(BaseModel):
+    share: int
+
+
+class Nested(BaseModel):
+    servers: tuple[Inner, ...]
+    passwords: dict[str, int]
+    tenants: dict[str, Share]
+    use_token: bool
+
+
+def test_only_secrets_of_valid_options_are_hidden():
+    """The name of an option can make a number secret; a name chosen by the user cannot."""
+    nested = Nested(
+        servers=(Inner(host="a", password="hunter1"),),
+        passwords={"a": 7654321},
+        tenants={"token-team": Share(share=3)},
+        use_token=True,
+    )
+    shown = {value["key"]: value["value"] for value in (format_value(*one, None) for one in flatten(nested))}
+    assert "hunter1" not in shown["servers"]
+    assert "'host': 'a'" in shown["servers"]
+    assert shown["passwords"] == "***"
+    assert shown["tenants.token-team.share"] == "3"
+    assert shown["use_token"] == "true"
+
+
+plugins = st.sampled_from(["cpu", "disk", "s3", "valkey", "host", "mooncake", "retry", "limit", "hash"])
+options = st.dictionaries(st.sampled_from(["path", "url", "max_bytes", "layers", "id"]), values | plugins)
+tier = st.builds(lambda name, given: {**given, "name": name}, plugins, options)
+tiers = st.lists(tier | plugins, max_size=3)
+documents = st.dictionaries(names | st.text(max_size=6), values, max_size=4) | st.fixed_dictionaries(
+    {"tiers": tiers}
+)
+_REGISTRY = Registry()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(documents)
+def test_every_problem_of_any_file_is_one_printable_line(tmp_path, document):
+    file = tmp_path / "kv.yaml"
+    file.write_text(json.dumps(document))  # JSON is YAML
+
+    problems, notes = check_file(file, registry=_REGISTRY)
+
+    assert all(line and line.isprintable() for line in (*problems, *notes))
