@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lmcache_async.errors import ChainError, ConfigError
 from lmcache_async.testing.fakes import DictTier
@@ -113,6 +115,23 @@ async def test_with_another_key_all_are_misses(tmp_path, keys, written, read, ca
 
     assert hit == 0
     assert statistics.counts[f"disk.corrupt.{cause}"] >= 1
+
+
+@pytest.mark.one_loop
+@settings(max_examples=8)
+@given(where=st.floats(0, 1), bit=st.integers(0, 7), victim=st.integers(0, 4))
+async def test_a_flipped_bit_ends_the_prefix(tmp_path_factory, where, bit, victim):
+    folder = tmp_path_factory.mktemp("flip")
+    config = {"tiers": [disk(folder)], "encryption.key_file": key_file(folder, secrets.token_bytes(32))}
+    await stored(rig_of(), **config)
+    order = sorted(files(folder))
+    data = bytearray(order[victim].read_bytes())
+    data[int(where * (len(data) - 1))] ^= 1 << bit
+    order[victim].write_bytes(data)
+
+    hit, _ = await retrieved(rig_of(), **config)  # compares the content
+
+    assert hit in {0, 8, 16, 24, 32, len(TOKENS)}
 
 
 class SharingTier(DictTier):
@@ -224,6 +243,30 @@ async def test_encryption_without_a_hash_key_is_worth_a_warning_that_shows_no_ke
 
     assert [record.message for record in caplog.records if "set hash_key_file" in record.message]
     assert keys[0].hex() not in caplog.text
+
+
+@settings(max_examples=10)
+@given(
+    count=st.integers(1, 60),
+    seed=st.integers(0, 2**31 - 100),
+    key=st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1),
+    memory=st.booleans(),
+)
+@pytest.mark.one_loop
+async def test_any_prompt_comes_back_bit_by_bit(tmp_path_factory, count, seed, key, memory):
+    folder = tmp_path_factory.mktemp("any")
+    tokens = [(seed + i * i) % 1000 for i in range(count)]
+    config = {
+        "tiers": [*["cpu"][:memory], disk(folder)],
+        "encryption.key_file": key_file(folder, key),
+        "hash_algorithm": "sha256",
+    }
+    await stored(rig_of(), tokens, **config)
+
+    hit, statistics = await retrieved(rig_of(), tokens, **config)
+
+    assert hit == count
+    assert not [name for name in statistics.counts if "corrupt" in name or "dropped" in name]
 
 
 async def test_prefetched_chunks_are_in_memory_in_the_clear(tmp_path, keys):
