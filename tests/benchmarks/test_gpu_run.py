@@ -157,7 +157,12 @@ def test_all_parts_together_fit_in_a_command_of_ten_minutes_and_share_a_given_ti
 
 
 def profiled(cache: str, **figures: object) -> dict[str, object]:
-    good = {"ratio": 0.99, "compute_slowdown": 1.01, "model_thread_us": 4.0}
+    good = {
+        "ratio": 0.99,
+        "compute_slowdown": 1.01,
+        "compute_slowdown_to_plain_copy": 1.0,
+        "model_thread_us": 4.0,
+    }
     return {"cache": cache, "way": "D2H", "calls": {"waits for streams": 0}, **good, **figures}
 
 
@@ -186,12 +191,18 @@ def test_a_missed_target_is_named_with_its_worst_figure_and_the_limit():
         ("32768 tokens", 0.9),
         ("32768 tokens", 10),
     ]
-    assert len(found) == 6
+    assert len(found) == 7
     assert targets({**document, "quick": True}) == []
 
 
 @pytest.mark.parametrize(
-    "figure", [{"compute_slowdown": 1.03}, {"model_thread_us": 300.0}, {"calls": {"waits for streams": 1}}]
+    "figure",
+    [
+        {"compute_slowdown": 1.03},
+        {"compute_slowdown_to_plain_copy": 1.03},
+        {"model_thread_us": 300.0},
+        {"calls": {"waits for streams": 1}},
+    ],
 )
 def test_slow_compute_and_waits_of_the_host_miss_their_targets(figure: dict[str, object]):
     document = {
