@@ -62,6 +62,11 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
             self._transport.abort()
         self._fail_calls()
 
+    def discard(self) -> None:
+        """Close a connection that was never established. uvloop does not call `connection_lost` for these."""
+        self.abort()
+        self.gone.set()
+
     async def wait_closed(self) -> None:
         """Wait until the socket is closed, at most `CLOSE_S`. Call `abort` first."""
         with contextlib.suppress(TimeoutError):

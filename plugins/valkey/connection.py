@@ -284,7 +284,11 @@ class Node:
         self._all.add(connection)  # before it is open, so that `close` aborts it
         try:
             async with deadline(config.connect_timeout_s, self.where, "connection", "connect_timeout_s"):
-                await self._open(connection)
+                try:
+                    await self._open(connection)
+                except BaseException:
+                    connection.discard()
+                    raise
                 await self._greet(connection)
         except BaseException as error:
             connection.abort()

@@ -27,7 +27,8 @@ from lmcache_async.plugins.valkey.connection import Access, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
-from lmcache_async.testing.steps import turns
+from lmcache_async.testing.steps import cancelled_at_each_await, turns
+from lmcache_async.tiers import client
 from lmcache_async.types import ChunkKey
 from tests.support.outcomes import get, put, until_hit
 from tests.support.processes import free_port, hanging, wait_until
@@ -377,6 +378,29 @@ async def test_a_server_that_hangs_is_noticed_although_each_lookup_is_cancelled_
     assert await node.call(encode(b"PING"), 1) == [b"PONG"]
     node.close(TierClosedError("closed"))
     await node.wait_closed()
+
+
+async def test_a_connection_whose_opening_is_cancelled_is_not_waited_for_at_the_end(server, monkeypatch):
+    monkeypatch.setattr(client, "CLOSE_S", 3600.0)
+    settings = config(server.url)
+    async for _ in cancelled_at_each_await(lambda _: open_and_close(settings)):
+        pass
+
+
+async def open_and_close(settings: ValkeyConfig) -> None:
+    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(reserved(node))
+    finally:
+        node.close(TierClosedError("closed"))
+        await node.wait_closed()
+
+
+async def reserved(node: Node) -> None:
+    async with node.connection():
+        pass
 
 
 async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
