@@ -311,8 +311,9 @@ class Node:
             server_hostname=None if tls is None else endpoint.host,
         )
         if (tcp := transport.get_extra_info("socket")) is not None:
-            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            with contextlib.suppress(OSError):  # it was closed, or an old kernel; the deadlines apply
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
     async def _greet(self, connection: Connection) -> None:
         """Authenticate, set the name, select the database and check the role in one message.

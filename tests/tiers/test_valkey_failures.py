@@ -403,6 +403,19 @@ async def reserved(node: Node) -> None:
         pass
 
 
+async def test_a_connection_that_is_closed_while_it_is_opened_fails_with_the_reason(server):
+    settings = config(server.tcp_url)
+    for number in range(5):  # iterations of the loop before the end; the connection is made in one of them
+        node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+        opening = asyncio.ensure_future(reserved(node))
+        await turns(number)
+        node.close(TierClosedError("closed"))
+        [error] = await asyncio.gather(opening, return_exceptions=True)
+        assert error is None or isinstance(error, TierClosedError)
+        assert not node.failed
+        await node.wait_closed()
+
+
 async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
     settings = config(server.tcp_url, connections=1, transfer_timeout_s=0.05)
     node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
