@@ -52,14 +52,16 @@ class WriteReservation:
     """Room in a write queue for chunks that will be submitted.
 
     Attributes:
-        keys: The chunks that have not used their room.
+        keys: The chunks.
+        unused: Those whose room is not used. A chunk that is submitted may use that of any reservation of its key.
     """
 
-    __slots__ = ("_writer", "keys")
+    __slots__ = ("_writer", "keys", "unused")
 
-    def __init__(self, writer: TierWriter, keys: set[ChunkKey]) -> None:
+    def __init__(self, writer: TierWriter, keys: Collection[ChunkKey]) -> None:
         self._writer = writer
-        self.keys = keys
+        self.keys = frozenset(keys)
+        self.unused = set(keys)
 
     def release(self) -> None:
         """Return the room that no chunk has used. May be called twice."""
@@ -118,16 +120,21 @@ class TierWriter:
             BudgetExceededError: There was no room within `timeout_s`, or the chunks exceed the bound (raised
                 at once).
         """
-        reservation = WriteReservation(self, set(keys))
+        reservation = WriteReservation(self, keys)
         await self._budget.reserve(len(reservation.keys) * self._chunk_bytes, timeout_s=timeout_s)
         self._reservations.append(reservation)
         return reservation
 
     def withdraw(self, reservation: WriteReservation) -> None:
-        """End a reservation."""
-        if reservation in self._reservations:
-            self._reservations.remove(reservation)
-            self._budget.release(len(reservation.keys) * self._chunk_bytes)
+        """End a reservation. Other reservations of the same chunks keep their room."""
+        if reservation not in self._reservations:
+            return
+        self._reservations.remove(reservation)
+        for other in self._reservations:  # whose room was used in place of this one's
+            moved = reservation.unused & (other.keys - other.unused)
+            other.unused |= moved
+            reservation.unused -= moved
+        self._budget.release(len(reservation.unused) * self._chunk_bytes)
 
     async def submit(
         self,
@@ -201,8 +208,8 @@ class TierWriter:
         if self._closed or nbytes > self._chunk_bytes:
             return False
         for reservation in self._reservations:
-            if key in reservation.keys:
-                reservation.keys.remove(key)
+            if key in reservation.unused:
+                reservation.unused.remove(key)
                 self._budget.release(self._chunk_bytes - nbytes)
                 return True
         return False

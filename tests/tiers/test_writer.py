@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_async.errors import BudgetExceededError, TierClosedError, TierError, TierFullError
@@ -363,27 +364,32 @@ async def test_reserved_space_is_available_when_others_have_taken_the_rest(arena
         max_size=12,
     )
 )
+@example([("reserve", {0}), ("reserve", {0}), ("submit", 0), ("release", 1), ("submit", 0)])
 async def test_a_reservation_keeps_room_for_its_chunks_until_they_are_submitted_or_it_ends(steps):
-    """Compared with a model: the reservations that have not ended, each with the chunks that were not submitted."""
+    """Compared with a model: space by key, at most that of the key's reservations that have not ended."""
     arena, tier = small_arena(16), GatedTier(DictTier())
-    open_ones, used = [], 0
+    room, ends, open_ones, used = Counter(), Counter(), [], 0
     async with opened(tier, max_bytes=6 * 100, chunk_bytes=100) as writer:
         for verb, what in steps:
             if verb == "reserve":
                 fits = used + len(what) <= 6
                 with contextlib.nullcontext() if fits else pytest.raises(BudgetExceededError):
-                    open_ones.append((await writer.reserve(list(map(key_of, what)), timeout_s=0), set(what)))
+                    open_ones.append((await writer.reserve(list(map(key_of, what)), timeout_s=0), what))
+                    room.update(what)
+                    ends.update(what)
                     used += len(what)
             elif verb == "release" and open_ones:
-                reservation, unused = open_ones.pop(what % len(open_ones))
+                reservation, keys = open_ones.pop(what % len(open_ones))
+                ends.subtract(keys)
+                unused = [key for key in keys if room[key] > ends[key]]
+                room.subtract(unused)
                 used -= len(unused)
                 reservation.release()
                 reservation.release()
             elif verb == "submit":
-                reserved = next((keys for _, keys in open_ones if what in keys), set())
-                fits = what in reserved or used < 6
-                used += fits and what not in reserved
-                reserved.discard(what)
+                fits = room[what] > 0 or used < 6
+                used += fits and not room[what]
+                room[what] -= room[what] > 0
                 [future] = await submit(writer, arena, [100], first=what)
                 assert future.done() is not fits
             assert writer.statistics().queued_bytes == 100 * used
