@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lmcache_async.errors import LMCacheAsyncError, TierInUseError
+from lmcache_async.errors import LMCacheAsyncError
 
 COMMANDS = {
     "bench": "Measure memory, disk and tiers, and compare each with its physical limit.",
@@ -68,14 +68,12 @@ class LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. An expected error ends it with a message."""
-        from lmcache_async.cli.output import IN_USE, USAGE, refuse
+        from lmcache_async.cli.output import USAGE, refuse
 
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # of the output; click ends the command without a message
             raise
-        except TierInUseError as error:
-            refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
         except (LMCacheAsyncError, OSError) as error:
             refuse(error, USAGE)
 

@@ -12,6 +12,7 @@ import uvloop
 from typer import Argument, Option
 
 from lmcache_async.cli.output import (
+    IN_USE,
     PASSED,
     PROBLEM,
     STOPPED,
@@ -23,6 +24,7 @@ from lmcache_async.cli.output import (
     say,
 )
 from lmcache_async.config import format_size, parse_size
+from lmcache_async.errors import TierInUseError
 from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.copy import CopyCounts
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES
@@ -93,6 +95,8 @@ def run(
             report = uvloop.run(work(show))
     except KeyboardInterrupt:
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
+    except TierInUseError as error:
+        refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)
     if as_json:
         print_json(report)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import resource
@@ -137,6 +138,18 @@ def test_an_unknown_id_is_reported_with_the_ids_of_the_config(invoke, tmp_path):
 
     assert result.exit_code == 2
     assert f"{config} has no tier 'kv'; its tiers are cpu" in result.stderr
+
+
+def test_a_directory_in_use_by_another_process_ends_with_2(invoke, tmp_path):
+    """The advice and the exit code of the commands on records are not given: a benchmark cannot read it either."""
+    tier = json.dumps({"name": "disk", "path": str(tmp_path), "max_bytes": "1GiB"})
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = invoke("bench", "tier", tier, "--quick", "--rounds", "1")
+
+    assert result.exit_code == 2
+    assert f"{tmp_path} is in use" in result.stderr
+    assert "it can be read" not in result.stderr
 
 
 def test_the_time_of_a_limit_begins_when_its_threads_run(monkeypatch):
