@@ -71,10 +71,17 @@ class Connection(ClientConnection, asyncio.Protocol):
         self._requests: deque[_Request] = deque()
         self._unanswered_bytes = 0
 
-    async def ask(self, op: Op, *parts: bytes, unwanted: Callable[[bytes], None] | None = None) -> bytes:
+    async def ask(
+        self,
+        op: Op,
+        *parts: bytes,
+        option: str | None = None,
+        unwanted: Callable[[bytes], None] | None = None,
+    ) -> bytes:
         """Send a request and return its answer.
 
         Args:
+            option: Option of the deadline; by default that of the operation.
             unwanted: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:
@@ -92,7 +99,7 @@ class Connection(ClientConnection, asyncio.Protocol):
         self._requests.append(_Request(op, nbytes, answer, unwanted))
         self._unanswered_bytes += nbytes
         transport.write(frame(op, *parts))
-        option = "transfer_timeout_s" if op in _TRANSFERS else "lookup_timeout_s"
+        option = option or ("transfer_timeout_s" if op in _TRANSFERS else "lookup_timeout_s")
         try:
             async with deadline(getattr(self._config, option), self.where, f"answer to {op.name}", option):
                 return await answer
@@ -266,7 +273,7 @@ class Link:
             await loop.create_unix_connection(lambda: connection, sock=connected)
             undo.pop_all()
         try:
-            await connection.ask(Op.CONTAINS)  # waits for the first figures
+            await connection.ask(Op.CONTAINS, option="connect_timeout_s")  # waits for the first figures
             connection.check()
         except BaseException:
             connection.abort()

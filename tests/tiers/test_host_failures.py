@@ -14,6 +14,7 @@ import pytest_asyncio
 import torch
 
 from lmcache_async.daemon.messages import Grant, Op
+from lmcache_async.daemon.session import Session
 from lmcache_async.errors import (
     BudgetExceededError,
     TierClosedError,
@@ -23,7 +24,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.plugins.host import HostTier, copying
+from lmcache_async.plugins.host import HostConfig, HostTier, copying
 from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.results import memory_was_short
@@ -179,8 +180,8 @@ async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, 
     link, ask = tier._opened, Connection.ask
     assert link is not None
 
-    async def answered(connection: Connection, op: Op, *question: Any) -> bytes:
-        answer = await ask(connection, op, *question)
+    async def answered(connection: Connection, op: Op, *question: Any, **options: Any) -> bytes:
+        answer = await ask(connection, op, *question, **options)
         if op is Op.KEYS:
             await lose(link, connection)
         return answer
@@ -260,6 +261,15 @@ async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lea
                     with pytest.raises(TierUnavailableError, match="no answer"):
                         await call
         await daemon.until_leases((0, 0), "t")  # leases of late answers are released
+
+
+async def test_connecting_waits_for_the_first_answer_until_the_deadline_of_connects(daemon, monkeypatch):
+    monkeypatch.setattr(Session, "data_received", lambda session, data: None)  # does not answer
+    config = HostConfig(
+        socket=daemon.path, connect_timeout_s=0.05, lookup_timeout_s=0.001, transfer_timeout_s=0.001
+    )
+    with pytest.raises(TierUnavailableError, match=r"within connect_timeout_s of 0\.05 s"):
+        await Link(config, pin=False, pin_device=None).connect()
 
 
 async def test_no_request_is_sent_to_a_daemon_with_too_many_unanswered_ones(daemon, tier, arena):
