@@ -67,9 +67,14 @@ def progress() -> Iterator[Callable[[str, int, int, int], None]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, size="")
-        yield lambda what, done, total, nbytes: bar.update(
-            task, description=what, completed=done, total=total, size=decimal(nbytes) if nbytes else ""
-        )
+
+        def show(what: str, done: int, total: int, nbytes: int) -> None:
+            size = decimal(nbytes) if nbytes else ""
+            if not done:  # other items begin; without a reset the task stays finished
+                bar.reset(task)
+            bar.update(task, description=what, completed=done, total=total, size=size)
+
+        yield show
 
 
 def human(nbytes: float) -> str:

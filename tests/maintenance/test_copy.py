@@ -14,7 +14,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.cli import records
+from lmcache_async.cli import output, records
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
@@ -151,6 +151,18 @@ def test_a_copy_stopped_by_ctrl_c_leaves_whole_records_and_the_next_one_copies_t
     done = told("copy", root, tmp_path / "there")
     assert (done["records"], done["there"]) == (8 - len(copied), len(copied))
     assert content(tmp_path / "there") == content(root)
+
+
+def test_the_time_that_is_left_is_that_of_the_items_in_work(monkeypatch, capsys):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():  # as on a terminal
+        monkeypatch.setenv(name, value)
+    with output.progress() as show:
+        for what, done in [("headers", 0), ("headers", 1), ("headers", 2), ("records", 0), ("records", 1)]:
+            show(what, done, 2, 0)
+
+    last = capsys.readouterr().err.rpartition("records")[2]
+    assert "1/2" in last
+    assert "-:--:--" in last
 
 
 def test_to_a_valkey_server_and_back(root, tmp_path, valkey):
