@@ -66,7 +66,7 @@ class WriteOutcomes:
         return [result for result in each if isinstance(result, asyncio.Future) and not result.done()]
 
     def causes(self) -> list[str | None]:
-        """Return for each chunk "" if a tier stored it, else the cause; None while a tier has not finished."""
+        """Return for each chunk "" if a tier stored it, else the cause; None if not all tiers have a known result."""
         if all(results.count(None) == self._count for results in self._results):  # the most frequent case
             return [""] * self._count
         return [_cause(results) for results in zip(*self._results, strict=True)]
@@ -77,17 +77,18 @@ class WriteOutcomes:
 
 
 def _cause(results: Sequence[Result]) -> str | None:
-    if any(isinstance(result, asyncio.Future) and not result.done() for result in results):
+    futures = [result for result in results if isinstance(result, asyncio.Future)]
+    if any(future.cancelled() or not future.done() for future in futures):
         return None
     if any(map(_is_stored, results)):
         return ""
-    queued = [result.result() for result in results if isinstance(result, asyncio.Future)]
+    queued = [future.result() for future in futures]
     return type((queued or results)[0]).__name__
 
 
 def _is_stored(result: Result) -> bool:
     if isinstance(result, asyncio.Future):
-        return result.done() and result.result() is None
+        return result.done() and not result.cancelled() and result.result() is None
     return result is None
 
 

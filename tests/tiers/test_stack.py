@@ -498,6 +498,21 @@ async def test_a_closing_cancelled_at_any_step_still_closes_every_tier(arena, st
     assert arena.statistics().leased_slabs == 0
 
 
+async def test_the_outcome_of_a_write_whose_future_is_cancelled_is_unknown(arena):
+    tier = GatedTier(DictTier())
+    async with Opened(arena, tier) as stack:
+        items = filled(arena, range(2))
+        outcomes = WriteOutcomes(len(items))
+        await stack.write(items, lambda results, *, shared: outcomes.add(results, shared=True))
+        release(buffer for _, buffer in items)
+        outcomes.pending()[0].cancel()
+        tier.open_gate()
+        assert await stack.flush(timeout_s=5)
+        assert outcomes.causes() == [None, ""]
+        assert outcomes.shared() == 1
+        assert len(tier.inner.records) == 2
+
+
 @in_virtual_time
 async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
     ended = asyncio.Event()
