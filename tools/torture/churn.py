@@ -165,11 +165,12 @@ def judge(samples: list[Sample], outcome: Outcome) -> None:
         "rss KiB per million operations": round(rss.per_million / 1024, 1),
     }
     outcome.expect(rss.growth <= GROWTH_BYTES, f"RSS grew by {rss.growth / 2**20:.1f} MiB")
-    for name in ("descriptors", "threads"):
+    # The thread of the disk tier that writes times of use starts after about a minute.
+    for name, allowed in (("descriptors", 0), ("threads", 1)):
         values = [getattr(one, name) for one in samples]
         outcome.counts[name] = values[-1]
         growth = trend(at, values).growth
-        outcome.expect(growth <= 0, f"{name} grew from {values[len(values) // 4]} to {values[-1]}")
+        outcome.expect(growth <= allowed, f"{name} grew from {values[len(values) // 4]} to {values[-1]}")
 
 
 def run(*, operations: int, seconds: float, seed: int) -> Outcome:
