@@ -131,6 +131,8 @@ class TierWriter:
             return
         self._reservations.remove(reservation)
         for other in self._reservations:  # whose room was used in place of this one's
+            if not reservation.unused:  # as of most batches
+                break
             moved = reservation.unused & (other.keys - other.unused)
             other.unused |= moved
             reservation.unused -= moved
