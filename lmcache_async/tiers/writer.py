@@ -272,7 +272,8 @@ class TierWriter:
         self._budget.release(item.buffer.nbytes)
         item.buffer.release()
         self._pending.discard(item.done)
-        item.counted([error])
+        # Called by the loop, which reports an error and continues. Callbacks of the future are called later.
+        item.done.get_loop().call_soon(item.counted, [error])
         if not item.done.done():
             item.done.set_result(error)
 

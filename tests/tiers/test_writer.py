@@ -185,6 +185,27 @@ async def test_a_failure_is_the_chunks_value_and_the_next_chunk_is_written(arena
         assert writer.statistics().queued_bytes == 0
 
 
+async def test_an_error_while_a_chunk_is_counted_does_not_affect_other_chunks(arena):
+    errors, counts = [], iter([ValueError("miscounted"), None, None, None])
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+
+    def count(outcomes):
+        if error := next(counts):
+            raise error
+
+    async with opened(DictTier(), workers=1) as writer:
+        with leased_items(arena, [10, 20, 30]) as items:
+            futures = await writer.submit(items, timeout_s=0, count=count)
+        assert await writer.flush(timeout_s=5)
+        with leased_items(arena, [40], first=3) as items:
+            futures += await writer.submit(items, timeout_s=0, count=count)
+        assert await writer.flush(timeout_s=5), "the writer has stopped"
+
+    assert results_of(futures) == [None] * 4
+    assert list(map(str, errors)) == ["miscounted"]
+    assert list(counts) == []
+
+
 async def test_a_flush_with_a_blocked_tier_returns_false_at_its_deadline(arena):
     gated = GatedTier(DictTier())
     async with opened(gated) as writer:
