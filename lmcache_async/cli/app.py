@@ -72,8 +72,6 @@ class LazyGroup(TyperGroup):
 
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # of the output; click ends the command without a message
-            raise
         except (LMCacheAsyncError, OSError) as error:
             refuse(error, USAGE)
 

@@ -75,7 +75,7 @@ def doctor_command(
         print_json({"checks": [asdict(check) for check in checks], "ok": not failed})
     else:
         counts = {outcome: sum(check.outcome is outcome for check in checks) for outcome in Outcome}
-        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+        say(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if hung:  # the interpreter would wait for the thread of the check
         sys.stdout.flush()
         os._exit(PROBLEM)

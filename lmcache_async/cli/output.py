@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -39,8 +38,10 @@ def print_json(value: Any) -> None:
 def _write(text: str, *, to_stderr: bool = False) -> None:
     try:
         typer.echo(text, err=to_stderr)
+    except BrokenPipeError:
+        Console().on_broken_pipe()  # exits with 1, without a message
     except OSError as error:
-        if to_stderr or error.errno == errno.EPIPE:  # a closed pipe ends the command without a message
+        if to_stderr:
             raise
         refuse(f"the output cannot be written: {error.strerror}")
 

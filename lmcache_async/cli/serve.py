@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from typing import Annotated
 
-import typer
 import uvloop
 from typer import Option
 
@@ -49,7 +48,7 @@ async def _serve(config: DaemonConfig, *, as_json: bool) -> None:
     async with Daemon(config) as daemon:
         if as_json:
             ready = {"socket": str(daemon.path), "max_bytes": config.max_bytes, "status": daemon.status_url}
-            typer.echo(json.dumps(ready))
+            say(json.dumps(ready))
         else:
             size = format_size(config.max_bytes)
             say(f"lmcache-async: a pool of {size} is ready at {daemon.path}")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import quote, urljoin
 
-import typer
 from rich import box
 from rich.cells import cell_len, set_cell_size
 from rich.columns import Columns
@@ -26,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
-from lmcache_async.cli.output import PROBLEM, human, plain, refuse
+from lmcache_async.cli.output import PROBLEM, human, plain, refuse, say
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.sources import PREFIX, TOKEN
 from lmcache_async.errors import ConfigError, TierUnavailableError
@@ -131,10 +130,10 @@ def top_command(
         client = StatusClient(url, token=token, token_file=token_file)
         status = client.read()
         if as_json:
-            typer.echo(json.dumps(status, separators=(",", ":")))
+            say(json.dumps(status, separators=(",", ":")))
             while not once:
                 time.sleep(interval)
-                typer.echo(json.dumps(client.read(), separators=(",", ":")))
+                say(json.dumps(client.read(), separators=(",", ":")))
         elif once:
             console.print(_drawn(client, status, console.width))
         else:

@@ -1,11 +1,15 @@
-"""The entry point without its dependencies."""
+"""The entry point without its dependencies, and the end of a command with an error."""
 
 import builtins
+import errno
 import sys
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from lmcache_async.cli import main as command
+from lmcache_async.cli.app import LazyGroup
 
 
 @pytest.fixture
@@ -39,3 +43,15 @@ def test_another_missing_package_is_not_blamed_on_the_extra(without):
 
     with pytest.raises(ModuleNotFoundError, match="torch"):
         command.main()
+
+
+def test_a_closed_connection_is_not_mistaken_for_closed_output():
+    group = typer.Typer(cls=LazyGroup, callback=lambda: None)
+
+    @group.command()
+    def send():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", "/run/a.sock")
+
+    ended = CliRunner().invoke(group, ["send"])
+
+    assert (ended.exit_code, ended.stderr) == (2, "[Errno 32] Broken pipe: '/run/a.sock'\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,16 @@ def test_output_that_cannot_be_written_is_an_error(root):
         )
 
     assert (ran.returncode, ran.stderr) == (2, "the output cannot be written: No space left on device\n")
+
+
+def test_a_closed_pipe_ends_the_command_without_a_message(root):
+    command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    ran = subprocess.run(
+        command, check=False, timeout=120, stdout=write_end, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write_end)
+
+    assert (ran.returncode, ran.stderr) == (1, "")
