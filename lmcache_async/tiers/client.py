@@ -56,9 +56,7 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
         if self._error is None:
             error = error or TierUnavailableError(f"{self.where}: the connection was aborted")
             self._error = type(error)(str(error))  # without a traceback, which keeps memory alive
-        if self._transport is None:
-            self.gone.set()
-        else:
+        if self._transport is not None:
             self._transport.abort()
         self._fail_calls()
 

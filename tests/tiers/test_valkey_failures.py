@@ -23,7 +23,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.connection import Access, Node
+from lmcache_async.plugins.valkey.connection import Access, Connection, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
 from lmcache_async.testing.records import key_of, record
@@ -385,6 +385,20 @@ async def test_a_connection_whose_opening_is_cancelled_is_not_waited_for_at_the_
     settings = config(server.url)
     async for _ in cancelled_at_each_await(lambda _: open_and_close(settings)):
         pass
+
+
+async def test_a_connection_that_is_aborted_while_it_is_opened_is_gone_when_its_socket_is_closed(server):
+    connection = Connection("server", 1.0, copies=False)
+    host, _, port = server.tcp_url.rpartition("/")[2].partition(":")
+    opening = asyncio.ensure_future(
+        asyncio.get_running_loop().create_connection(lambda: connection, host, int(port))
+    )
+    await turns(1)
+    connection.abort()
+
+    assert not connection.gone.is_set()
+    await opening
+    await asyncio.wait_for(connection.gone.wait(), 5)
 
 
 async def open_and_close(settings: ValkeyConfig) -> None:
