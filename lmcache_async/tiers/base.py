@@ -74,7 +74,7 @@ class Capabilities:
         removes: `remove` is implemented.
         lists: `keys` is implemented.
         local_index: `contains` is answered from memory of this process, so a lookup of every key is cheap.
-        shared: Other processes find a chunk as soon as `put` has returned.
+        shared: Other processes, also of other hosts, find a chunk as soon as `put` has returned.
         max_concurrency: Number of chunks that the default batch methods transfer concurrently.
         medium: Where the tier stores records.
     """

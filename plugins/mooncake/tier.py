@@ -44,7 +44,10 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
     def capabilities(self) -> Capabilities:
         """Capabilities. Records outlive this process if the segments of other processes hold them."""
         return Capabilities(
-            persistent=not self.config.segment_bytes, removes=True, max_concurrency=self.config.threads
+            persistent=not self.config.segment_bytes,
+            removes=True,
+            shared=True,
+            max_concurrency=self.config.threads,
         )
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

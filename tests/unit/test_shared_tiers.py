@@ -6,6 +6,8 @@ import pytest
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.plugins.disk import DiskTier
+from lmcache_async.plugins.host import HostTier
+from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.plugins.s3 import S3Tier
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
@@ -60,10 +62,15 @@ async def test_a_store_counts_what_others_can_read(tiers, shared):
     assert (report.stored, report.shared) == (3, shared)  # memory has all of them
 
 
-@pytest.mark.parametrize(("tier", "shared"), [(DiskTier, False), (ValkeyTier, True), (S3Tier, True)])
+@pytest.mark.parametrize(
+    ("tier", "shared"),
+    [(DiskTier, False), (HostTier, False), (ValkeyTier, True), (S3Tier, True), (MooncakeTier, True)],
+)
 def test_shared_tiers_are_recognised(tier, shared, tmp_path):
     options = {
         DiskTier: {"path": tmp_path, "max_bytes": 1 << 20},
+        HostTier: {"socket": tmp_path / "socket"},
+        MooncakeTier: {"url": "mooncake://localhost:50051"},
         ValkeyTier: {"url": "valkey://localhost"},
         S3Tier: {"url": "s3://bucket"},
     }[tier]
