@@ -124,6 +124,7 @@ def build(
         write_timeout_s=config.store.allocate_timeout_s,
         encrypted=cipher is not None,
         metrics=metrics,
+        logger=logger,
     )
     with contextlib.ExitStack() as undo:
         arena = Arena(

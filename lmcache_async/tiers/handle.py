@@ -356,7 +356,7 @@ class TierHandle:
             found = self._tier.count_in_memory(keys)
             return None if found is None else check_count("count_in_memory", found, len(keys))
         except BaseException as error:  # noqa: BLE001  # of a plug-in
-            self._convert("count_in_memory", error)
+            self._report_error("count_in_memory", error)
             return None
 
     def statistics(self) -> TierStatistics:
@@ -538,7 +538,7 @@ class TierHandle:
         try:
             found = read()
         except BaseException as error:  # noqa: BLE001  # of a plug-in
-            self._convert(name, error)
+            self._report_error(name, error)
             return None
         if isinstance(found, kind):
             return found
@@ -546,7 +546,7 @@ class TierHandle:
         return None
 
     def _convert(self, verb: str, error: BaseException) -> TierError | BudgetExceededError:
-        """Convert an exception of a call. A contract violation is logged.
+        """Convert an exception of a call.
 
         A BudgetExceededError of a read is returned as it is, because it is the caller's memory that was short.
         """
@@ -554,7 +554,6 @@ class TierHandle:
         if not isinstance(error, LMCacheAsyncError):
             error = ContractError.of(verb, error)
         if isinstance(error, ContractError):
-            self._report(f"{verb}.{type(error.__cause__ or error).__name__}", str(error))
             found = TierError(f"tier {self.name!r}: {error}")
             found.__cause__ = error.__cause__
             return found
@@ -578,6 +577,10 @@ class TierHandle:
                 text = f"a buffer that is {state}"
             result = ContractError(f"{verb} returned {text}")
         return cast("TierError", self._convert(verb, result))  # as for every TierError
+
+    def _report_error(self, name: str, error: BaseException) -> None:
+        """Log an exception of a method that has no caller to handle it."""
+        self._report(f"{name}.{type(error).__name__}", str(ContractError.of(name, error)))
 
     def _report(self, cause: str, text: str) -> None:
         """Log a line about the tier, once per cause."""

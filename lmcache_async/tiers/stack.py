@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, pairwise
 from operator import not_
 from typing import Protocol, Self
 
-from lmcache_async.errors import BudgetExceededError, ChainError, TierError, TierFullError
+from lmcache_async.errors import (
+    BudgetExceededError,
+    ChainError,
+    ChunkCorruptError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierSuspendedError,
+)
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics
@@ -19,6 +30,9 @@ from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.results import ReadResult, WriteResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey
+
+_LOGGED_BEFORE = TierSuspendedError, TierClosedError, ChunkCorruptError
+"""Errors whose reason is in other log lines: of the breaker, of the end of the engine, of the tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,7 @@ class TierStack:
         write_timeout_s: Seconds that a chunk waits for room in the queue of a slow tier before it is dropped.
         encrypted: Only encrypted records may leave the memory of the process.
         metrics: Counts hits, writes and failures.
+        logger: Logs failures.
     """
 
     def __init__(
@@ -85,10 +100,12 @@ class TierStack:
         write_timeout_s: float,
         encrypted: bool = False,
         metrics: EngineMetrics | None = None,
+        logger: LimitedLogger | None = None,
     ) -> None:
         self.tiers = tuple(tiers)
         self.metrics = metrics or EngineMetrics()
         self._counts = {stacked.id: self.metrics.tier(stacked.id) for stacked in tiers}
+        self._logger = logger or LimitedLogger(logging.getLogger(__name__))
         self._write_timeout_s = write_timeout_s
         self._encrypted = encrypted
         self._exit = AsyncExitStack()
@@ -163,7 +180,7 @@ class TierStack:
                     stored = await stacked.tier.lookup([keys[position] for position in holes])
                 except TierError as error:
                     failed = True
-                    self._counts[stacked.id].failed(error)
+                    self._failed(stacked, error)
                     continue
                 for position in compress(holes, stored):
                     tiers[position] = index
@@ -189,7 +206,7 @@ class TierStack:
             try:
                 stored = await stacked.tier.lookup(keys)
             except TierError as error:
-                self._counts[stacked.id].failed(error)
+                self._failed(stacked, error)
                 continue  # a tier that fails would not accept a write now either
             answered = True
             wanted = everything if stacked.leaves_memory else everything[:memory_chunks]
@@ -222,7 +239,7 @@ class TierStack:
                 try:
                     got = self._hits(stacked, await stacked.tier.get(keys, allocate))
                 except (TierError, BudgetExceededError) as error:
-                    self._counts[stacked.id].failed(error)
+                    self._failed(stacked, error)
             else:
                 async with asyncio.TaskGroup() as group:
                     for part in parts:
@@ -251,7 +268,7 @@ class TierStack:
         try:
             return self._hits(stacked, await stacked.tier.get(keys, allocate))
         except (TierError, BudgetExceededError) as error:
-            self._counts[stacked.id].failed(error)
+            self._failed(stacked, error)
             return [None] * len(keys)
 
     def _hits(self, stacked: StackedTier, results: list[ReadResult]) -> list[Buffer | None]:
@@ -259,7 +276,7 @@ class TierStack:
         hits: list[Buffer | None] = []
         for result in results:
             if isinstance(result, TierError):
-                self._counts[stacked.id].failed(result)
+                self._failed(stacked, result)
                 hits.append(None)
             else:
                 hits.append(result)
@@ -330,7 +347,7 @@ class TierStack:
                 "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
             )
         for stacked in self._writable:
-            count = self._counts[stacked.id].written
+            count = partial(self._written, stacked)
             given = outside if stacked.leaves_memory else items
             left_out = [TierFullError("no arena memory to encrypt it in")] * (len(items) - len(given))
             count(left_out)
@@ -355,7 +372,7 @@ class TierStack:
             wanted = [item for item, source in zip(items, sources, strict=True) if source > index]
             if not (wanted and stacked.writable) or (self._encrypted and stacked.leaves_memory):
                 continue
-            count = self._counts[stacked.id].promoted
+            count = partial(self._promoted, stacked)
             if stacked.writer is not None:
                 # Without the room that is reserved, which is a store's.
                 await stacked.writer.submit(wanted, timeout_s=0.0, reserved=False, count=count)
@@ -369,7 +386,32 @@ class TierStack:
         try:
             await stacked.tier.reject(key, cause)
         except TierError as error:
-            self._counts[stacked.id].failed(error)
+            self._failed(stacked, error)
+
+    def _failed(self, stacked: StackedTier, error: TierError | BudgetExceededError) -> None:
+        """Count and log a failure that is handled as a miss."""
+        self._counts[stacked.id].failed(error)
+        self._log(stacked, "a call failed and counts as a miss", error)
+
+    def _written(self, stacked: StackedTier, outcomes: Sequence[TierError | None]) -> None:
+        """Count the chunks of a write, and log why chunks were not stored."""
+        self._counts[stacked.id].written(outcomes)
+        for error in filter(None, outcomes):
+            self._log(stacked, "a chunk was not stored", error)
+
+    def _promoted(self, stacked: StackedTier, outcomes: Sequence[TierError | None]) -> None:
+        """Count the chunks of a promotion, and log failures. A full tier is none: a promotion does not wait for room."""
+        self._counts[stacked.id].promoted(outcomes)
+        for error in filter(None, outcomes):
+            if not isinstance(error, TierFullError):
+                self._log(stacked, "a chunk was not promoted", error)
+
+    def _log(self, stacked: StackedTier, what: str, error: TierError | BudgetExceededError) -> None:
+        if isinstance(error, _LOGGED_BEFORE):
+            return
+        text = describe(error).removeprefix(f"tier {stacked.id!r}: ")
+        kind = type(error.__cause__ or error).__name__
+        self._logger.report(f"{stacked.id}.{what}.{kind}", "tier %r: %s: %s", stacked.id, what, text)
 
 
 def runs(tiers: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -47,15 +47,13 @@ async def test_a_read_has_at_most_two_buffers_per_key_also_if_it_asks_for_many_a
     assert len(given) == 2
 
 
-async def test_any_exception_of_a_tier_becomes_a_tier_error_and_is_logged_once(caplog):
+async def test_any_exception_of_a_tier_becomes_a_tier_error():
     inner = FaultyTier(DictTier())
-    inner.faults.extend([ValueError("odd"), ValueError("odd")])
+    inner.faults.append(ValueError("odd"))
     tier = guard(inner)
 
-    for _ in range(2):
-        with pytest.raises(TierError, match="tier 't': contains_many raised ValueError: odd"):
-            await tier.contains(KEY)
-    assert caplog.text.count("raised ValueError") == 1
+    with pytest.raises(TierError, match="tier 't': contains_many raised ValueError: odd"):
+        await tier.contains(KEY)
     assert await tier.contains(KEY) is False
 
 

@@ -83,8 +83,8 @@ async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_a
     assert states(tier) == (CLOSED, CLOSED, CLOSED)
     assert tier.layer_statistics().read.refused == 1
     assert [record.message for record in caplog.records if "tier 't'" in record.message] == [
-        "tier 't': its reads fail or are slow; they are misses or drops until it recovers",
-        "tier 't': its reads work again",
+        "tier 't': reads failed or were slow and are suspended: they are misses until a probe succeeds",
+        "tier 't': reads work again",
     ]
 
 

@@ -171,6 +171,26 @@ async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
         check_and_release(fetched, [0, 1, 2])
 
 
+async def test_the_reasons_of_misses_drops_and_failed_promotions_are_logged_once(arena, caplog):
+    faulty = FaultyTier(holding([0]))
+    async with Opened(arena, faulty) as stack:
+        faulty.faults.extend([ValueError("odd"), ValueError("odd"), TierFullError("no space left")])
+        for _ in range(2):
+            assert (await stack.fetch([key_of(0)], [0], allocate_from(arena))).buffers == ()
+        await write(stack, arena, [1])
+        faulty.faults.append(KeyError("odd"))
+        [item] = filled(arena, [2])
+        await stack.promote([item], [1])
+        item[1].release()
+        assert await stack.flush(timeout_s=5)
+
+    assert [record.message for record in caplog.records] == [
+        "tier 't0': a call failed and counts as a miss: get raised ValueError: odd",
+        "tier 't0': a chunk was not stored: no space left",
+        "tier 't0': a chunk was not promoted: put raised KeyError: 'odd'",
+    ]
+
+
 class AtOnce(Executor):
     """Runs each call in `submit`."""
 

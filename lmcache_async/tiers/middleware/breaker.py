@@ -284,10 +284,11 @@ class BreakerLayer(Layer):
         if state is self._logged[kind] or state is CircuitState.HALF_OPEN:
             return
         self._logged[kind] = state
-        level, text = logging.INFO, "tier %r: its %ss work again"
+        level, text = logging.INFO, "tier %r: %ss work again"
         if state is CircuitState.OPEN:
             level = logging.WARNING
-            text = "tier %r: its %ss fail or are slow; they are misses or drops until it recovers"
+            effect = "their chunks are not stored" if kind is Kind.WRITE else "they are misses"
+            text = f"tier %r: %ss failed or were slow and are suspended: {effect} until a probe succeeds"
         cause = f"{self.context.tier}.{self.context.layer}.{kind}.{state}"
         self.context.logger.log(level, cause, text, self.context.tier, kind)
 
