@@ -224,10 +224,6 @@ async def open_engine(cache: PagedCache, tier: Any, kv_bytes: int) -> AsyncItera
     # The defaults are for servers, where a store gives up rather than wait for a slow disk. Here all is stored.
     settings |= {"store.max_pending_write_bytes": arena_bytes, "store.max_pending_write_s": 600}
     settings |= {"store.timeout_s": 600, "retrieve.timeout_s": 600, "shutdown_timeout_s": 600}
-    if (
-        tier == "cpu"
-    ):  # one prompt may use all memory, so that it is copied in few batches with no pause between them
-        settings |= {"retrieve.max_in_flight_bytes": arena_bytes}
     config = load_config(env={}, extra=settings)
     names = {"model": "random-llama", "weights": "seed 0", "dtype": layout.dtype, "layout": layout.text}
     namespace = Namespace(**names, chunk_size=config.chunk_size)

@@ -10,7 +10,10 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class FetchStage:
-    """Reads the records of a batch, each from its tier. The first missing record ends the prefix."""
+    """Reads the records of a batch, each from its tier. The first missing record ends the prefix.
+
+    A batch in host memory has no memory reserved to read chunks that were evicted since they were planned.
+    """
 
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
         self._stack = stack
@@ -19,7 +22,7 @@ class FetchStage:
 
     async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
         keys = [chunk.key for chunk in batch.chunks]
-        slower = not batch.request.waited_for
+        slower = not (batch.request.waited_for or batch.in_memory)
         fetched = await self._stack.fetch(keys, batch.tiers, self._allocate, slower=slower)
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)

@@ -23,6 +23,9 @@ NO_ROWS: BlockIds = np.empty(0, np.int64)
 _LAST = 8
 """Ratio of a full batch to the smallest last batch of chunks that have to be read."""
 
+_RESIDENT_CHUNKS = 512
+"""Chunks of a batch in host memory. Preparing their copy takes the event loop some milliseconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -133,10 +136,9 @@ class Batch:
     drops: Counter[str] = field(default_factory=Counter)
     scope: Scope = field(default_factory=Scope)
 
-    @property
-    def budget_chunks(self) -> int:
-        """Number of chunks that the batch counts against the budget of bytes in flight."""
-        return 0 if self.request.waited_for else len(self.chunks)
+    def budget_bytes(self, chunk_bytes: int, max_bytes: int) -> int:
+        """Return the bytes to reserve from a budget of `max_bytes`, while the batch is in the chain."""
+        return 0 if self.request.waited_for else min(len(self.chunks) * chunk_bytes, max_bytes)
 
     def cuts(self, size: int, most: int) -> list[int]:
         """Return the positions at which the batches of a request end, in order.
@@ -241,29 +243,48 @@ class PlannedBatch(Batch):
     cause: str = ""
     resident: int = 0
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all chunks are in host memory already."""
+        return self.resident == len(self.chunks)
+
     def cuts(self, size: int, most: int) -> list[int]:
         """Return the positions at which the batches of a request end; see `Batch.cuts`.
 
-        Leading chunks in host memory form batches of `most` chunks, because there is nothing to read during
-        their copy. Of chunks that have to be read, the last batches get smaller and smaller, because nothing
-        is read during the copy of the last one.
+        Leading chunks in host memory need no memory of their own. They form large batches, because nothing is
+        copied between two batches; the first one has `most` chunks, so that its copy begins early. Of chunks that
+        have to be read, the last batches get smaller and smaller, because nothing is read during the copy of the
+        last one.
         """
         count = len(self.chunks)
         if self.request.waited_for:
             return [count]
-        ends = [*range(most, self.resident + 1, most)]
-        done = ends[-1] if ends else 0
-        if self.resident - done >= size or done < self.resident == count:
+        ends: list[int] = []
+        done = 0
+        if self.resident >= size or self.in_memory:
             done = self.resident
+            if done > 2 * most:
+                ends = [*range(most, done, max(most, _RESIDENT_CHUNKS))]
             ends.append(done)
         while done < count:
             left = count - done
             done += min(size, left, max(size // _LAST, -(-left // 2)))
             ends.append(done)
-        return ends or [0]
+        return ends
+
+    def budget_bytes(self, chunk_bytes: int, max_bytes: int) -> int:
+        """Return the bytes to reserve; see `Batch.budget_bytes`.
+
+        A batch in host memory takes at most half of the budget, so that the next one is prepared during its copy.
+        """
+        return Batch.budget_bytes(self, chunk_bytes, max_bytes // 2 if self.in_memory else max_bytes)
 
     def _own_part(self, start: int, stop: int) -> dict[str, Any]:
-        return {"tiers": self.tiers[start:stop], "cause": self.cause if stop >= len(self.chunks) else ""}
+        return {
+            "tiers": self.tiers[start:stop],
+            "cause": self.cause if stop >= len(self.chunks) else "",
+            "resident": max(0, min(stop, self.resident) - start),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ class Runner(Generic[Out]):
             try:
                 async with asyncio.TaskGroup() as group:
                     for index, batch in enumerate(run.batches):
-                        nbytes = min(batch.budget_chunks * self.chunk_bytes, self.budget.max_bytes)
+                        nbytes = batch.budget_bytes(self.chunk_bytes, self.budget.max_bytes)
                         try:
                             if self.admit is not None:
                                 await self.admit(batch, run.num_chunks, deadline - loop.time())

@@ -84,10 +84,10 @@ def test_a_copy_to_the_device_at_the_deadline_is_reported_as_a_hit():
     values = rig.content(range(24))
 
     one = {"retrieve.batch_bytes": rig.slab_bytes, "retrieve.max_in_flight_bytes": rig.slab_bytes}
-    settings = {"retrieve.timeout_s": 1.0} | one
+    settings = {"retrieve.timeout_s": 1.0, "tiers": ["dict"]} | one
 
     async def check():
-        async with rig.open(**settings) as engine:
+        async with rig.open(registry=FakeRegistry(tiers={"dict": DictTier}), **settings) as engine:
             rig.write(range(24), values)
             await engine.store(list(range(24)), range(24))
             rig.wipe()

@@ -22,7 +22,7 @@ NO_TOKENS = np.zeros(1, np.int32)
 
 
 def request_of(count):
-    chunks = tuple(Chunk(ChunkKey(bytes([i]) * 16), i, NO_TOKENS) for i in range(count))
+    chunks = tuple(Chunk(ChunkKey(i.to_bytes(16)), i, NO_TOKENS) for i in range(count))
     return Request(chunks=chunks, rows=tuple(np.zeros(1, np.int64) for _ in chunks))
 
 
@@ -272,10 +272,10 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_ar
     lengths = [stop - start for start, stop in pairwise([0, *cuts])]
     assert cuts[-1] == count
     assert all(length > 0 for length in lengths) or count == 0
-    assert all(length <= most for length in lengths)
     assert all(length <= size for stop, length in zip(cuts, lengths, strict=True) if stop > resident)
     if resident > size:
-        assert lengths[0] == min(resident, most)
+        assert lengths[0] == (most if resident > 2 * most else resident)
+        assert cuts.index(resident) <= 1
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,44 @@ def test_cuts_make_batches_that_cover_the_request_once_and_only_resident_ones_ar
         (40, 2, 16, [16, 12, 6, 3, 2, 1]),
         (50, 30, 16, [30, 10, 5, 3, 2]),
         (50, 50, 16, [50]),
-        (150, 150, 16, [64, 64, 22]),
-        (150, 70, 16, [64, 16, 16, 16, 16, 11, 6, 3, 2]),
+        (128, 128, 16, [128]),
+        (150, 150, 16, [64, 86]),
+        (1200, 1200, 16, [64, 512, 512, 112]),
+        (150, 70, 16, [70, 16, 16, 16, 16, 8, 4, 2, 2]),
         (3, 0, 16, [2, 1]),
         (3, 3, 16, [3]),
     ],
 )
-def test_the_last_batches_of_a_read_get_smaller(count, resident, size, lengths):
+def test_chunks_in_memory_form_large_batches_and_the_last_batches_of_a_read_get_smaller(
+    count, resident, size, lengths
+):
     cuts = planned(count, resident).cuts(size, 64)
 
     assert [stop - start for start, stop in pairwise([0, *cuts])] == lengths
+
+
+class PlansInMemory:
+    per_request = True
+
+    async def __call__(self, batch: HashedBatch) -> PlannedBatch:
+        return planned(len(batch.chunks), len(batch.chunks))
+
+
+class WatchPlanned(Watch):
+    async def __call__(self, batch: PlannedBatch) -> PlannedBatch:
+        assert batch.in_memory
+        return await super().__call__(batch)
+
+
+async def test_all_chunks_in_memory_are_prepared_while_the_first_batch_is_copied():
+    watch = WatchPlanned()
+    runner, budget = runner_of(PlansInMemory(), watch, OrderedStarts(), max_bytes=40)
+
+    results = await runner.run(request_of(300), timeout_s=60)
+
+    assert [len(result) for result in results] == [4, 296]
+    assert watch.peak == 2
+    assert budget.statistics().peak_bytes == 40
 
 
 async def test_each_batch_is_admitted_before_it_begins_and_its_reservation_is_released():
