@@ -27,7 +27,7 @@ FENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page. One with a title is a file, which other blocks of the page may import."""
+    """A fenced block of a page. One with a title is a file, which other blocks may import."""
 
     page: str
     line: int
@@ -61,7 +61,7 @@ PYTHON = blocks("python")
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_a_python_example_runs(block: Block, tmp_path: Path) -> None:
     for other in PYTHON:
-        if other.title and other.page == block.page:
+        if other.title:
             (tmp_path / other.title).write_text(other.text, encoding="utf-8")
     (tmp_path / "example.py").write_text(block.text, encoding="utf-8")
     ended = forked_python.run("example.py", cwd=tmp_path, path=[ROOT] if block.page in OF_A_CHECKOUT else [])
