@@ -262,7 +262,8 @@ def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str
             return " | ".join([*words, "true or false"])
         numbers = [kind for kind in kinds if kind in {"whole number", "number", "size"}]
         rest = [kind for kind in kinds if kind not in {"text", *numbers} and not kind.startswith(" |")]
-        return " | ".join(dict.fromkeys([*(numbers or ["text"] * ("text" in kinds)), *rest]))
+        words = " | ".join([*(numbers or ["text"] * ("text" in kinds)), *rest]).split(" | ")
+        return " | ".join(dict.fromkeys(filter(None, words)))
     if schema.get("format") in {"path", "password"}:
         return {"path": "path", "password": "secret"}[schema["format"]]
     kind = schema.get("type")

@@ -54,7 +54,10 @@ def test_every_bundled_option_has_a_description_and_a_type_and_each_tier_its_cap
     options = [(entry["name"], option) for entry in entries for option in entry["options"]]
     assert len(options) > 100
     for name, option in options:
+        words = option["kind"].split(" | ")
         assert option["kind"] != "any", option
+        assert all(words), option
+        assert len(set(words)) == len(words), option
         assert option["help"] or name == "faults", option
     assert all(entry["details"]["capabilities"] for entry in entries if entry["kind"] == "tier")
 
