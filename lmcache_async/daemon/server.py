@@ -133,7 +133,11 @@ class Daemon:
                         session.watch(process)
                         undo.pop_all()
             except TimeoutError:
-                logger.report("late", "a connection was refused: no greeting arrived in time")
+                logger.report(
+                    "late",
+                    "a connection was refused: no greeting arrived within greeting_timeout_s of %g s",
+                    self._config.greeting_timeout_s,
+                )
             except (OSError, EOFError, ProtocolError) as error:
                 logger.report(type(error).__name__, "a connection was refused: %s", error)
 

@@ -69,7 +69,10 @@ class Session(asyncio.Protocol):
             self.close()
         except OSError as error:  # for example a sandbox without this system call
             logger.report(
-                "pidfd", "the end of process %d will be noticed by its connection alone: %s", process, error
+                "pidfd",
+                "process %d cannot be watched; its leases end when its connection is closed: %s",
+                process,
+                error,
             )
         else:
             asyncio.get_running_loop().add_reader(self._process, self.close)

@@ -286,7 +286,13 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
 def _report(error: Exception) -> None:
     cause = f"{type(error).__name__}: {error}"
-    logger.log(logging.ERROR, cause, "LMCacheAsyncConnector: %s", cause, exc_info=True)
+    logger.log(
+        logging.ERROR,
+        cause,
+        "an unexpected error of LMCacheAsyncConnector, please report it: %s",
+        cause,
+        exc_info=True,
+    )
 
 
 def _log_to_vllm() -> None:

@@ -368,7 +368,9 @@ class LookupClient:
             try:
                 call()
             except Exception as error:  # one request must not end the thread
-                logger.log(logging.ERROR, repr(error), "lookup client: %r", error, exc_info=True)
+                logger.log(
+                    logging.ERROR, repr(error), "a task of the lookup client failed: %r", error, exc_info=True
+                )
 
     def _look_up(self, keys: RequestKeys, lookup: Lookup) -> None:
         self._hash(keys, lookup.num_tokens)
@@ -389,10 +391,14 @@ class LookupClient:
         try:
             answer = await self._waiter.answer(pending)
         except TimeoutError:
-            logger.report("timeout", "a lookup was not answered within %.3f s; it is a miss", self._timeout_s)
+            logger.report(
+                "timeout",
+                "a lookup was not answered within vllm.lookup_timeout_s of %.3f s; it is a miss",
+                self._timeout_s,
+            )
             pending.abandoned = True
         except Exception as error:  # a failure is a miss
-            logger.log(logging.ERROR, repr(error), "lookup failed: %r; it is a miss", error, exc_info=True)
+            logger.log(logging.ERROR, repr(error), "a lookup failed and is a miss: %r", error, exc_info=True)
             pending.abandoned = True
         del self._pending[lookup_id]
         self._answers.append(
@@ -431,7 +437,7 @@ class LookupClient:
 
     def _failed(self, keys: RequestKeys, error: Exception) -> None:
         keys.failed = True
-        logger.report("hash", "tokens of request %s cannot be hashed: %s", keys.request_id, error)
+        logger.report("hash", "request %s is not cached: it has no keys: %s", keys.request_id, error)
 
     def _open(self, keys: RequestKeys, identities: Sequence[Identity]) -> None:
         adapter = keys.adapter
@@ -478,7 +484,8 @@ class LookupClient:
             return True
         logger.report(
             "identity",
-            "the ranks' configurations differ (%s, %s); all lookups are misses",
+            "all lookups are misses: the configurations of the ranks differ (%s, %s); start all workers with the same"
+            " configuration",
             first,
             other,
         )
@@ -490,7 +497,7 @@ async def _guarded(work: Coroutine[Any, Any, None]) -> bool:
     try:
         await work
     except Exception as error:  # it must not end the other tasks
-        logger.log(logging.ERROR, repr(error), "lookup client: %r", error, exc_info=True)
+        logger.log(logging.ERROR, repr(error), "a task of the lookup client failed: %r", error, exc_info=True)
         return False
     return True
 
@@ -541,7 +548,7 @@ class RankConnection:
                 if not self._closed_by_peer:
                     logger.report(
                         f"connect {self._address}",
-                        "rank %d is not reachable yet (%s); all lookups are misses",
+                        "all lookups are misses until rank %d can be reached: %s",
                         self._rank,
                         error,
                     )
@@ -594,7 +601,10 @@ class RankConnection:
                 )
         except* (OSError, ValueError) as bad:
             logger.report(
-                f"bad {self._address}", "rank %d cannot be queried: %s", self._rank, bad.exceptions[0]
+                f"bad {self._address}",
+                "all lookups are misses: rank %d cannot be queried: %s",
+                self._rank,
+                bad.exceptions[0],
             )
         finally:
             served = self.identity is not None

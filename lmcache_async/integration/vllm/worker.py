@@ -235,7 +235,12 @@ class Transfers:
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
             logger.log(
-                logging.ERROR, repr(error), "load of %s failed: %r", job.request_id, error, exc_info=True
+                logging.ERROR,
+                repr(error),
+                "the load of request %s failed; its tokens are computed: %r",
+                job.request_id,
+                error,
+                exc_info=True,
             )
         finally:
             self._load_ended(job, missing)
@@ -281,7 +286,12 @@ class Transfers:
                 unshared = None  # stored before
         except Exception as error:  # the store is dropped
             logger.log(
-                logging.ERROR, repr(error), "store of %s failed: %r", job.request_id, error, exc_info=True
+                logging.ERROR,
+                repr(error),
+                "chunks of request %s are not stored: %r",
+                job.request_id,
+                error,
+                exc_info=True,
             )
         finally:
             self._copies_ended([job])
@@ -424,7 +434,11 @@ class LayerwiseLoads:
                 proven = self._is_proven(progress)
             except Exception as error:  # what is not known to be loaded is computed
                 logger.log(
-                    logging.ERROR, repr(error), "the outcome of a load is unknown: %r", error, exc_info=True
+                    logging.ERROR,
+                    repr(error),
+                    "the outcome of a load is unknown; its tokens are computed: %r",
+                    error,
+                    exc_info=True,
                 )
             if not proven:
                 self._give_up(job)
@@ -710,7 +724,11 @@ class RankEngine:
             loop.call_soon(self._stop.set)
             self._serving.result(self.config.shutdown_timeout_s + 0.5)
         except (TimeoutError, concurrent.futures.CancelledError, EngineClosedError):
-            logger.report("close", "the engine did not close in time; queued writes are lost")
+            logger.report(
+                "close",
+                "the engine did not close within shutdown_timeout_s of %g s; queued writes are lost",
+                self.config.shutdown_timeout_s,
+            )
         finally:
             loop.close(0.5)
 

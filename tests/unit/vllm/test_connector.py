@@ -133,8 +133,8 @@ def test_a_failure_is_logged_once_for_each_cause(broken: LMCacheAsyncConnector, 
         broken.update_connector_output(KVConnectorOutput())
 
     assert [record.message for record in caplog.records] == [
-        "LMCacheAsyncConnector: RuntimeError: on_new_request is broken",
-        "LMCacheAsyncConnector: RuntimeError: update is broken",
+        "an unexpected error of LMCacheAsyncConnector, please report it: RuntimeError: on_new_request is broken",
+        "an unexpected error of LMCacheAsyncConnector, please report it: RuntimeError: update is broken",
     ]
 
 
