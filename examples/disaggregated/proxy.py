@@ -68,11 +68,11 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **limit, "n": 1, "stream": False, "kv_transfer_params": params}
 
 
-def decode_body(body: dict[str, Any], told: dict[str, Any] | None) -> dict[str, Any]:
+def decode_body(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
     """Return the request for the decoder: that of the client, with the parameters from the prefiller."""
-    if not told:
+    if not params:
         return body
-    return {**body, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **told}}
+    return {**body, "kv_transfer_params": {**(body.get("kv_transfer_params") or {}), **params}}
 
 
 class Proxy:
@@ -105,10 +105,10 @@ class Proxy:
             return _error(400, f"the body is not JSON: {error}")
         if not isinstance(body, dict):
             return _error(400, "the body is not a JSON object")
-        refusal, told = await self._prefill(request, body)
+        refusal, params = await self._prefill(request, body)
         if refusal is not None:
             return refusal
-        return await self._answer(request, json.dumps(decode_body(body, told)).encode())
+        return await self._answer(request, json.dumps(decode_body(body, params)).encode())
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Forward all other paths, such as models and health, to a decoder."""

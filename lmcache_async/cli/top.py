@@ -1,4 +1,4 @@
-"""`lmcache-async top`: shows the status page of an engine or a daemon in the terminal.
+"""`lmcache-async top`: show the status page of an engine or a daemon in the terminal.
 
 Names are shortened to fit the width of the terminal; figures are not.
 """

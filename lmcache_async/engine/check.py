@@ -1,4 +1,4 @@
-"""Checks of a configuration that open nothing: plug-ins, options, chains and files of secrets."""
+"""Checks of a configuration that open no tier: plug-ins, options, chains and files of secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured load times of tiers, as lines over the number of chunks."""
+"""Measured load times of tiers: for each a line, with a latency and a time per chunk."""
 
 from __future__ import annotations
 

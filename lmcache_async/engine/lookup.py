@@ -108,7 +108,7 @@ class MemoryLookups:
 
     @property
     def complete(self) -> bool:
-        """Whether what is not found is not stored: there is no other tier, and this one knows what it has."""
+        """Whether a chunk that is not found is not stored at all: this tier has an index of its records, and there is no other."""
         return self._alone and self._tier.count_in_memory(()) is not None
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:

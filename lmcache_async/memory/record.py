@@ -1,8 +1,7 @@
 """Sealed records: header pages and payload, with checksums of both.
 
-A record is a fixed little-endian prefix (magic, version, sizes, header checksum), a msgpack map, zeros up to
-the end of a page, and the payload. The header checksum covers all header pages; the payload checksum is in
-the header. The functions are stateless and may run in worker threads.
+A record is a header (see `header`), which contains the checksum of the payload, and the payload. The functions are
+stateless and may run in worker threads.
 """
 
 from __future__ import annotations

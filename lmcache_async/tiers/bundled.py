@@ -1,4 +1,4 @@
-"""Base of the bundled tiers: what is open, the calls that use it, and single chunks as batches of one."""
+"""Base class of the bundled tiers: lifetime of the open backend, running calls, single chunks as batches of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From vLLM's configuration to ours: supported models, the engine's configuration, the namespace of the KV."""
+"""Conversion of vLLM's configuration: supported models, the engine's configuration, the namespace of the KV."""
 
 from __future__ import annotations
 

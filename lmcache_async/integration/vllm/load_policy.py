@@ -1,4 +1,4 @@
-"""Load a hit or compute it, whichever is faster."""
+"""Decision whether a hit is loaded or computed, from measured times."""
 
 from __future__ import annotations
 

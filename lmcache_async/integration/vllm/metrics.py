@@ -1,7 +1,7 @@
 """Metrics of the connector: counted by the scheduler and the workers, sent through vLLM, exported by its /metrics.
 
-Each part of a message says what was counted since the part before it, and the current value of gauges. On the way
-parts are only appended; they are added up where they are exported.
+Each part of a message contains the counts since the previous part and the current values of gauges. Parts are
+appended on the way and added up where they are exported.
 """
 
 from __future__ import annotations

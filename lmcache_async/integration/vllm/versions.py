@@ -1,4 +1,4 @@
-"""Differences between the supported versions of vLLM, found by its features and not by its version number.
+"""Differences between the supported versions of vLLM, detected by features and not by version numbers.
 
 docs/compatibility.md lists the tested versions.
 """

@@ -10,17 +10,17 @@ import { seconds } from "./words.js";
 const REFRESH_MS = 2000;
 const TIMEOUT_MS = 5000;
 
-function show(told) {
-  const owners = told.tiers || told.tenants || [];
+function show(status) {
+  const owners = status.tiers || status.tenants || [];
   place(owners.map((owner) => owner.id));
-  document.title = `${told.title || "lmcache-async"} · ${told.kind}`;
-  at("title").textContent = told.title || told.kind;
-  const facts = [...told.facts, ["up", seconds(told.uptime_s)]];
+  document.title = `${status.title || "lmcache-async"} · ${status.kind}`;
+  at("title").textContent = status.title || status.kind;
+  const facts = [...status.facts, ["up", seconds(status.uptime_s)]];
   at("facts").replaceChildren(...facts.map(([name, value]) => node("div", {}, node("dt", {}, name), node("dd", {}, value))));
-  const tiles = told.kind === "daemon" ? daemonTiles(told) : engineTiles(told);
+  const tiles = status.kind === "daemon" ? daemonTiles(status) : engineTiles(status);
   at("tiles").replaceChildren(...tiles.filter(Boolean));
-  showCharts(told.charts);
-  const tables = told.kind === "daemon" ? [tenantTable(told.tenants)] : [tierTable(told.tiers), requestTable(told.recent, told.time, told.totals.decided)];
+  showCharts(status.charts);
+  const tables = status.kind === "daemon" ? [tenantTable(status.tenants)] : [tierTable(status.tiers), requestTable(status.recent, status.time, status.totals.decided)];
   at("tables").replaceChildren(...tables);
 }
 

@@ -30,8 +30,8 @@ function breakerTile(tiers) {
   return tile("Breakers", "open", "", open, { state: "bad" });
 }
 
-export function engineTiles(told) {
-  const { totals, memory, work } = told;
+export function engineTiles(status) {
+  const { totals, memory, work } = status;
   const share = totals.prompt_tokens ? totals.hit_tokens / totals.prompt_tokens : null;
   const [loaded, loadedUnit] = scaled(totals.loaded_bytes, 1024, BINARY);
   const [stored, storedUnit] = scaled(totals.stored_bytes, 1024, BINARY);
@@ -46,12 +46,12 @@ export function engineTiles(told) {
     tile("Stored", digits(stored), storedUnit, `${rate(totals.stored_bytes, totals.store_copy_seconds)} while copying`),
     tile("Running", count(work.running), work.running === 1 ? "call" : "calls", `${count(work.pinned_chunks)} pinned chunks, ${count(work.late_calls)} late calls`),
     memoryTile("Host memory", memory.leased_bytes, memory.bytes, `at most ${bytes(memory.peak_leased_bytes)} so far`),
-    breakerTile(told.tiers),
+    breakerTile(status.tiers),
   ];
 }
 
-export function daemonTiles(told) {
-  const { pool, tenants } = told;
+export function daemonTiles(status) {
+  const { pool, tenants } = status;
   const sum = (name) => tenants.reduce((total, tenant) => total + tenant[name], 0);
   return [
     memoryTile("Pool", pool.bytes, pool.max_bytes, `${bytes(pool.unused_bytes)} not used so far`),
