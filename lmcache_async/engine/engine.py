@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -24,6 +25,7 @@ from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.engine.status import EngineSource
 from lmcache_async.errors import BudgetExceededError, EngineClosedError, TierError, TierUnavailableError
 from lmcache_async.hashing import ChunkHasher, Namespace, RequestNamespace, TokenIds, as_tokens
+from lmcache_async.hashing.namespace import namespace_id
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.instrument import Instrument, LogInstrument
@@ -35,6 +37,7 @@ from lmcache_async.pipeline.runner import Once
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import ScrubReport
 from lmcache_async.tiers.handle import Watcher
+from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import ChunkKey, RequestPlan, RetrieveReport, StoreReport, Tokens
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
@@ -145,6 +148,7 @@ class CacheEngine:
             parts.free()
             raise
         try:
+            _log_open(logger.logger, config, groups, parts.stack)
             async with contextlib.AsyncExitStack() as page:
                 if config.http.listen is not None:
                     source = EngineSource(config, namespace, engine.metrics, engine.statistics)
@@ -507,6 +511,26 @@ class CacheEngine:
                     task.cancel()
                 if running := self._running():
                     await asyncio.wait(running, timeout=timeout_s)
+
+
+def _log_open(
+    logger: logging.Logger, config: EngineConfig, groups: Sequence[EngineGroup], stack: TierStack
+) -> None:
+    """Log the tiers with their content, and the namespaces by the ids that `lmcache-async inspect` shows."""
+    tiers = []
+    for stacked in stack.tiers:
+        content = stacked.tier.statistics()
+        known = ""
+        if content.max_bytes is not None:  # otherwise only the backend knows its content
+            size = f"{content.bytes / 1e9:.1f} of {content.max_bytes / 1e9:.1f} GB"
+            known = f" ({content.chunks} records, {size})"
+        tiers.append(f"{stacked.id}{known}")
+    logger.info(
+        "engine open: tiers %s; chunks of %d tokens; namespace %s",
+        ", ".join(tiers),
+        config.chunk_size,
+        ", ".join(namespace_id(group.namespace.text) for group in groups),
+    )
 
 
 def _countdown(timeout_s: float) -> Callable[[], float]:

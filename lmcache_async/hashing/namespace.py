@@ -157,6 +157,11 @@ class RequestNamespace:
         return _root(engine_root, text, _REQUEST_MARK, algorithm, hash_key) if text else engine_root
 
 
+def namespace_id(text: str) -> str:
+    """Return the id of a namespace for people, in logs and commands: digits of the hash of its text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
 def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
     """Return `Namespace.root` for the text of a namespace, as stored in records."""
     return _root(bytes(KEY_BYTES), text.encode("utf-8"), _ENGINE_MARK, algorithm, hash_key)

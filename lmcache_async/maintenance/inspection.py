@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_async.errors import TierError
+from lmcache_async.hashing.namespace import namespace_id
 from lmcache_async.maintenance.concurrency import Progress, no_progress
-from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of, namespace_id, title_of
+from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of, title_of
 from lmcache_async.maintenance.record import ERROR, GONE, RecordInfo, examine, read_headers
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey

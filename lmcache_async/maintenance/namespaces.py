@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_async.errors import ConfigError
+from lmcache_async.hashing.namespace import namespace_id
 
-ID_DIGITS = 12
 MIN_DIGITS = 4
 _ENCRYPTED = "encrypted:"
 _MAX_DEPTH = 8  # engines nest pairs in a list; text that is nested a thousandfold cannot be printed
-
-
-def namespace_id(text: str) -> str:
-    """Return the id of a namespace: digits of the hash of its text."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:ID_DIGITS]
 
 
 def encrypted_text(key_id: str) -> str:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lmcache_async.maintenance.namespaces import namespace_id
+from lmcache_async.hashing.namespace import namespace_id
 from tests.maintenance.filled import (
     TOKENS,
     damage,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from lmcache_async.device import open_copiers
+from lmcache_async.hashing.namespace import namespace_id
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import GatedTier
 from lmcache_async.testing.rig import Rig
@@ -149,6 +150,19 @@ async def test_nothing_from_before_a_clear_is_promoted_during_it():
         assert await engine.lookup(TOKENS) == 0
         await store(rig, engine)
         await check_retrieve(rig, engine, expected=[True] * 40)
+
+
+async def test_the_first_line_names_the_tiers_with_their_content_and_the_namespace(tmp_path, caplog):
+    caplog.set_level("INFO", logger="lmcache_async")
+    rig = Rig()
+    for _ in range(2):
+        async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+            await store(rig, engine)
+
+    opened = [line for line in caplog.messages if line.startswith("engine open: ")]
+    assert len(opened) == 2
+    assert "disk (5 records, 0.0 of 0.1 GB); chunks of 8 tokens; namespace " in opened[1]
+    assert opened[1].endswith(namespace_id(rig.namespace.text))
 
 
 async def test_one_line_a_store_and_a_retrieve(caplog):
