@@ -63,14 +63,14 @@ class TierModel:
         if late:
             self.late.update(numbers)
 
+    def check(self, number: int, found: bool, told: str) -> None:
+        """Check that the chunk was found only if it may be stored, and always if it must be; `told` is for messages."""
+        assert found or number not in self.sure, f"chunk {number} is stored, but {told}"
+        assert not found or number in self.maybe, f"chunk {number} is not stored, but {told}"
+
     def removed(self, number: int, was_there: bool) -> None:
         if self._reliable:
-            assert was_there or number not in self.sure, (
-                f"chunk {number} is stored, but remove returned False"
-            )
-            assert not was_there or number in self.maybe, (
-                f"chunk {number} is not stored, but remove returned True"
-            )
+            self.check(number, was_there, f"remove returned {was_there}")
         self._gone(number)
 
     def cleared(self, count: int) -> None:
@@ -90,17 +90,14 @@ class TierModel:
         """Check the results of `get`. Return the numbers whose records fail verification."""
         wrong = set()
         for number, answer in zip(numbers, answers, strict=True):
-            if isinstance(answer, Buffer):
-                assert number in self.maybe, f"chunk {number} is not stored, but get returned it"
-                if is_proven(answer, number):
-                    check_record(answer, number, self._lengths[number])
-                else:
-                    assert number in self.damaged or not self._reliable, (
-                        f"the bytes of chunk {number} are wrong"
-                    )
-                    wrong.add(number)
+            self.check(number, isinstance(answer, Buffer), f"get returned {answer!r}")
+            if not isinstance(answer, Buffer):
+                continue
+            if is_proven(answer, number):
+                check_record(answer, number, self._lengths[number])
             else:
-                assert number not in self.sure, f"chunk {number} is stored, but get returned {answer!r}"
+                assert number in self.damaged or not self._reliable, f"the bytes of chunk {number} are wrong"
+                wrong.add(number)
         return wrong
 
     def check_found(self, numbers: Sequence[int], there: Sequence[bool], count: int, first: bool) -> None:
@@ -109,12 +106,7 @@ class TierModel:
         if not self._reliable:
             return
         for number, present in zip(numbers, there, strict=True):
-            assert present or number not in self.sure, (
-                f"chunk {number} is stored, but contains returned False"
-            )
-            assert not present or number in self.maybe, (
-                f"chunk {number} is not stored, but contains returned True"
-            )
+            self.check(number, present, f"contains_many returned {present}")
         assert count == [*there, False].index(False), f"count_prefix returned {count}, contains_many {there}"
         assert first == there[0], "contains and contains_many do not agree"
 
