@@ -8,6 +8,7 @@ import math
 import resource
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +115,7 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
         (["tier", '{"name": '], "TIER: expected a tier as JSON"),
         (["tier", json.dumps(ABSENT)], "127.0.0.1:1"),
         (["tier", "disk"], "path"),
+        (["tier", "kv", "--config", "kv.yaml"], "kv.yaml has no tier 'kv'; its tiers are cpu"),
         (["memory", "--quick", "--tokens", "1000"], "each must be a multiple of the next"),
         (["disk", "--quick", "--path", "/nowhere"], "dir '/nowhere' does not exist"),
         (["memory", "--quick", "--tokens", str(256 * 10**15)], "of memory are required, and"),
@@ -122,22 +124,15 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
         (["tier", json.dumps(ABSENT), "--mib", "1000000000"], "of memory are required, and"),
     ],
 )
-def test_a_wrong_argument_ends_with_2_and_a_message(invoke, arguments, message):
+def test_a_wrong_argument_ends_with_2_and_a_message(invoke, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("kv.yaml").write_text("tiers: [cpu]")
+
     result = invoke("bench", *arguments, "--rounds", "1")
 
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
-
-
-def test_an_unknown_id_is_reported_with_the_ids_of_the_config(invoke, tmp_path):
-    config = tmp_path / "kv.yaml"
-    config.write_text("tiers: [cpu]")
-
-    result = invoke("bench", "tier", "kv", "--config", str(config))
-
-    assert result.exit_code == 2
-    assert f"{config} has no tier 'kv'; its tiers are cpu" in result.stderr
 
 
 def test_a_directory_in_use_by_another_process_ends_with_2(invoke, tmp_path):

@@ -107,15 +107,6 @@ def test_no_secret_of_invalid_options_is_shown(invoke, tmp_path, form):
     assert "[[{'api_key': '***'}]]" in result.output
 
 
-def test_a_name_chosen_by_the_user_is_no_secret(invoke, tmp_path):
-    file = tmp_path / "host.yaml"
-    file.write_text("max_bytes: 2GiB\ntenants: {token-team: {reserved_bytes: 1GiB}}\n")
-
-    shown = shown_values(invoke("config", "show", file, "--daemon", "--json"))
-
-    assert shown["tenants.token-team.reserved_bytes"] == ("1GiB", f"{file}, line 2")
-
-
 def test_no_message_shows_a_secret_inside_an_invalid_value(invoke, tmp_path):
     file = tmp_path / "kv.yaml"
     file.write_text("chunk_size: {password: hunter1}\narena: [{api_key: 11223344}]\n")
@@ -152,14 +143,15 @@ def test_a_file_of_lmcache_is_shown_with_our_keys(invoke, tmp_path):
 
 
 def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
+    """A name chosen by the user is no secret."""
     file = tmp_path / "host.yaml"
-    file.write_text("max_bytes: 2GiB\ntenants:\n  chat:\n    reserved_bytes: 1GiB\n")
+    file.write_text("max_bytes: 2GiB\ntenants:\n  token-team:\n    reserved_bytes: 1GiB\n")
 
     shown = shown_values(invoke("config", "show", file, "--daemon", "--json"))
 
     assert shown["max_bytes"] == ("2GiB", f"{file}, line 1")
-    assert shown["tenants.chat.reserved_bytes"] == ("1GiB", f"{file}, line 4")
-    assert shown["tenants.chat.max_bytes"] == ("none", "default")
+    assert shown["tenants.token-team.reserved_bytes"] == ("1GiB", f"{file}, line 4")
+    assert shown["tenants.token-team.max_bytes"] == ("none", "default")
     assert invoke("config", "check", file, "--daemon").exit_code == 0
 
 

@@ -241,25 +241,23 @@ def test_a_remote_url_without_a_tier_is_a_warning(load, scheme):
     assert "none is installed and this version includes none" in warning
 
 
-@pytest.mark.parametrize(("scheme", "name"), [("lm", "lm"), ("mooncakestore", "mooncake")])
-def test_a_remote_url_with_an_installed_tier_is_that_tier(load, tmp_path, monkeypatch, scheme, name):
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("redis://host:6379", "redis"),
+        ("rediss://host", "valkey"),
+        ("redis-sentinel://a,b", "valkey"),
+        ("mooncakestore://host:6379", "mooncake"),
+        ("lm://host:6379", "lm"),  # of another distribution
+    ],
+)
+def test_a_remote_url_is_the_installed_tier_of_its_scheme(load, tmp_path, monkeypatch, url, name):
     metadata = tmp_path / "remote_tiers-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: remote-tiers\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[lmcache_async.tiers]\n{name} = remote:Tier\n")
+    (metadata / "entry_points.txt").write_text("[lmcache_async.tiers]\nlm = remote:Tier\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    config, warnings = load(REMOTE_URL=f"{scheme}://host:6379", LOCAL_CPU="no")
-
-    assert tiers(config) == [(name, {"url": f"{scheme}://host:6379"})]
-    assert warnings == []
-
-
-@pytest.mark.parametrize(
-    ("url", "name"),
-    [("redis://host:6379", "redis"), ("rediss://host", "valkey"), ("redis-sentinel://a,b", "valkey")],
-)
-def test_a_redis_url_is_the_tier_of_its_scheme(load, url, name):
     config, warnings = load(REMOTE_URL=url, LOCAL_CPU="no")
 
     assert tiers(config) == [(name, {"url": url})]

@@ -29,11 +29,6 @@ def test_no_other_text_is_a_boolean(text, also):
                 values.parse_flag(candidate)
 
 
-@pytest.mark.parametrize(("value", "flag"), [(True, True), (False, False), (1, True), (0, False)])
-def test_booleans_of_yaml_are_booleans(value, flag):
-    assert values.parse_flag(value) is flag
-
-
 @given(st.integers(1, 10**17))
 def test_counts_are_whole_numbers_or_their_text(number):
     assert values.parse_count(number) == values.parse_count(f" {number} ") == number
@@ -103,19 +98,34 @@ def test_an_invalid_value_is_refused_with_the_expected_one(parse, value, message
         parse(value)
 
 
-@pytest.mark.parametrize(("value", "wait"), [(0, 0.0), ("0", 0.0), (0.2, 0.2)])
-def test_a_wait_of_zero_is_no_wait(value, wait):
-    assert values.parse_wait(value) == wait
+ACCEPTED = [
+    (values.parse_flag, [True, 1], True),
+    (values.parse_flag, [False, 0], False),
+    (values.parse_wait, [0, "0"], 0.0),
+    (values.parse_wait, [0.2], 0.2),
+    (
+        values.parse_names,
+        [["hash", "write"], ("hash", "write"), "hash, write", '["hash", "write"]'],
+        ("hash", "write"),
+    ),
+    (values.unless_none, ["none", "None", "null", " ", ""], None),
+    (parse_size, ["0.5 GiB"], 2**29),
+    (parse_size, ["1.5KB"], 1500),
+    (parse_size, [".5 MiB"], 2**19),
+    (parse_size, ["1.0001 KiB"], 1024),
+    (parse_size, [1e9], 10**9),
+    (parse_size, [" 8gib "], 2**33),
+]
 
 
-@pytest.mark.parametrize("value", [["hash", "write"], ("hash", "write"), "hash, write", '["hash", "write"]'])
-def test_names_are_lists_or_their_text(value):
-    assert values.parse_names(value) == ("hash", "write")
+@pytest.mark.parametrize(
+    ("parse", "value", "expected"),
+    [(parse, value, result) for parse, many, result in ACCEPTED for value in many],
+)
+def test_a_valid_value_is_accepted_in_each_form(parse, value, expected):
+    result = parse(value)
 
-
-@pytest.mark.parametrize("text", ["none", "None", "null", " ", ""])
-def test_texts_that_mean_not_set(text):
-    assert values.unless_none(text) is None
+    assert (result, type(result)) == (expected, type(expected))
 
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
@@ -137,21 +147,6 @@ def test_a_number_times_its_unit(number, unit, space, upper):
 @given(st.integers(1, values.MAX_BYTES))
 def test_a_number_without_a_unit_is_bytes(nbytes):
     assert parse_size(nbytes) == parse_size(str(nbytes)) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("value", "nbytes"),
-    [
-        ("0.5 GiB", 2**29),
-        ("1.5KB", 1500),
-        (".5 MiB", 2**19),
-        ("1.0001 KiB", 1024),
-        (1e9, 10**9),
-        (" 8gib ", 2**33),
-    ],
-)
-def test_fractions_and_spaces(value, nbytes):
-    assert parse_size(value) == nbytes
 
 
 def test_a_refused_directory_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -26,12 +26,13 @@ TOKEN = "a-token-of-many-characters"
 TOKENS = list(range(40))
 
 
-def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
+def test_once_shows_tiers_and_requests_in_the_width_of_the_terminal(tmp_path: Path) -> None:
     tiers = ["cpu", {"name": "disk", "path": str(tmp_path), "max_bytes": "64MiB"}]
     with served(tiers=tiers) as engine:
         engine.plan("r", prompt_tokens=900, local_tokens=100, load_tokens=500, decided="load")
         engine.ask("request-7", TOKENS, local_tokens=8, load_tokens=32, decided="load", why="sooner")
-        code, shown = call(engine.url, "--once")
+        code, shown = call(engine.url, "--once", COLUMNS="160")
+        _, narrow = call(engine.url, "--once", COLUMNS="80")
         status = json.loads(call(engine.url.removeprefix("http://"), "--once", "--json")[1])
 
     assert code == 0
@@ -39,6 +40,7 @@ def test_once_shows_tiers_and_requests(tmp_path: Path) -> None:
     assert "vLLM 100, loading 500, computed 300" in shown
     for word in ("disk", "in place", "closed", "request-7", "vLLM 8, cpu 40", "load", "pinned"):
         assert word in shown, shown
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, shown.splitlines()))
 
 
 def test_a_token_comes_from_the_variable_or_a_file(tmp_path: Path) -> None:
@@ -269,14 +271,6 @@ def test_a_daemon_fits_into_eighty_columns() -> None:
     assert (code, "tenant-with-a-long-name-1" in shown) == (0, True)
     assert max(cell_len(line) for line in lines) <= 80
     assert sum("0% of 8.0 MiB" in line for line in lines) == 3
-
-
-def test_the_terminal_decides_the_width() -> None:
-    with served() as engine:
-        engine.ask("request-7", TOKENS)
-        wide, narrow = (call(engine.url, "--once", COLUMNS=columns)[1] for columns in ("160", "80"))
-
-    assert max(len(line) for line in narrow.splitlines()) <= 80 < max(len(line) for line in wide.splitlines())
 
 
 def interrupt() -> None:
