@@ -132,6 +132,12 @@ class CpuCopier:
             await run_shielded(asyncio.wrap_future(queue.done), on_cancel=queue.withdraw)
         finally:
             late.cancel()
+            error = queue.take_error()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # breaks the reference cycle of the error and this frame, which would keep the payloads
 
     def _copy_alone(self, queue: PartQueue) -> None:
         """Copy a load that no thread has waited for."""

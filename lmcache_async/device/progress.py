@@ -110,7 +110,7 @@ class PartQueue:
     """Thread-safe queue of the parts of one copy, in the order of their planes.
 
     Any number of threads call `work`. `advance` is called with the number of leading planes that are written, on the
-    thread that wrote the last of them. `done` is resolved when no part is running or waiting; it holds the first error.
+    thread that wrote the last of them. `done` is resolved when no part is running or waiting. Then call `take_error`.
     """
 
     def __init__(self, parts: Iterable[Part], planes: int, advance: Callable[[int], object]) -> None:
@@ -125,25 +125,33 @@ class PartQueue:
         self._end_if_idle()
 
     def work(self, planes: int | None = None) -> None:
-        """Copy parts until none is left that writes to the first `planes` planes. Errors are set on `done`."""
+        """Copy parts until none is left that writes to the first `planes` planes. Errors are kept for `take_error`."""
         while (part := self._take(planes)) is not None:
-            error = None
             try:
                 part.copy()
-            except BaseException as caught:  # noqa: BLE001 - set on `done`
-                error = caught
+            except BaseException as error:  # noqa: BLE001 - for `take_error`
+                with self._lock:
+                    self._discard(error)
             first = part.first
             del part  # drops the reference to the payload before `done` is resolved
-            self._ended(first, error)
+            self._ended(first)
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Discard the parts that no thread has begun. If there are any, `error` is set on `done`."""
+        """Discard the parts that no thread has begun. If there are any, the copy fails with `error`."""
         with self._lock:
             if self._waiting:
-                self._whole = False
-                self._error = self._error or error
-                self._waiting.clear()
+                self._discard(error)
         self._end_if_idle()
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error, once. Its frames refer to the queue; a reference back would keep the payloads."""
+        error, self._error = self._error, None
+        return error
+
+    def _discard(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+        self._whole = False
+        self._waiting.clear()
 
     def _take(self, planes: int | None) -> Part | None:
         with self._lock:
@@ -153,13 +161,9 @@ class PartQueue:
             self._running.append(part.first)
             return part
 
-    def _ended(self, first: int, error: BaseException | None) -> None:
+    def _ended(self, first: int) -> None:
         with self._lock:
             self._running.remove(first)
-            if error is not None:
-                self._error = self._error or error
-                self._whole = False
-                self._waiting.clear()
             if self._whole:
                 following = [self._waiting[0].first] if self._waiting else []
                 self._advance(min(self._running + following, default=self._planes))
@@ -167,13 +171,8 @@ class PartQueue:
 
     def _end_if_idle(self) -> None:
         with self._lock:
-            if self._waiting or self._running or self.done.done():
-                return
-            if self._error is None:
+            if not (self._waiting or self._running or self.done.done()):
                 self.done.set_result(None)
-            else:
-                self.done.set_exception(self._error)
-                self._error = None
 
 
 def current_core() -> int | None:

@@ -366,6 +366,30 @@ async def test_nothing_keeps_the_payload_of_a_load_that_has_ended(layers, helper
     await waiting
 
 
+@pytest.mark.parametrize("helpers", [None, 0, 1])  # not layer by layer; or with so many threads of the copier
+async def test_nothing_keeps_the_payload_of_a_load_that_has_failed(
+    layers, helpers, collector_off, monkeypatch
+):
+    def fail(self, jobs, part, **options):
+        raise OSError("the copy failed")
+
+    monkeypatch.setattr(CpuCopier, "_copy", fail)
+    cache, copier = layers
+    copier._helpers = helpers or 0
+    jobs = copy_jobs(cache.layout, [0, 3])
+    gone = weakref.ref(jobs[0].payload)
+    progress = Told(4)
+    progress.begin()
+    waiting = asyncio.ensure_future(asyncio.to_thread(progress.wait, 4, deadline=time.monotonic() + LONG_S))
+    with pytest.raises(OSError, match="the copy failed"):
+        await copier.scatter(jobs, None, None if helpers is None else progress)
+    progress.end()
+    await waiting
+
+    del jobs
+    assert gone() is None
+
+
 @given(cache_forms(), st.data())
 def test_gather_leaves_the_payload_of_skipped_rows_alone(form, data):
     layout = form.build(3).layout

@@ -318,7 +318,8 @@ def test_an_error_withdraws_waiting_calls_and_is_raised_when_running_calls_have_
     assert not gated.queue.done.done()
     gated.finish(0)
 
-    assert gated.queue.done.exception(LONG_S) is error
+    gated.queue.done.result(LONG_S)
+    assert gated.queue.take_error() is error
     assert [worker.result(LONG_S) for worker in workers] == [None, None]
     assert gated.told.empty()  # plane 1 may be torn, and plane 0 is useless without an outcome
     assert (gated.begun.empty(), sorted(gated.copied)) == (True, [0, 1])
@@ -389,7 +390,8 @@ def test_payloads_are_released_before_their_planes_are_reported_or_the_copy_ends
     parts_queue.work()
 
     assert held == expected
-    assert parts_queue.done.exception(0) is error
+    assert parts_queue.done.done()
+    assert parts_queue.take_error() is error
 
 
 # ---- cores -----------------------------------------------------------------------------------------------
