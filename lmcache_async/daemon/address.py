@@ -1,7 +1,8 @@
-"""Path of the daemon's socket, checks of its directory, and credentials of a connection's peer."""
+"""The daemon's socket: its path, checks of its directory, credentials of a peer, and waiting for data."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -61,6 +62,17 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return the process and the user at the other end; process 0 is in another PID namespace."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process, user
+
+
+async def readable(connection: socket.socket) -> None:
+    """Wait until a connection has data, or a listening socket a connection."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(connection, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 def parse_user(value: object) -> int:

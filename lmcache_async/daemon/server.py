@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from lmcache_async.daemon.address import check_directory, default_socket, peer_of, socket_advice
+from lmcache_async.daemon.address import check_directory, default_socket, peer_of, readable, socket_advice
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     HELLO_BYTES,
@@ -90,10 +90,14 @@ class Daemon:
         await self._exit.aclose()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await readable(
+                listener
+            )  # unlike loop.sock_accept it has no result that a cancellation could lose
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, _ = listener.accept()
+            except BlockingIOError:  # the client has gone
+                continue
             except OSError as error:  # no descriptors left; may be temporary
                 logger.report("accept", "no connection can be accepted: %s", error)
                 await asyncio.sleep(_RETRY_S)
@@ -156,10 +160,15 @@ class Daemon:
             self._empty.set()
 
     async def _stop(self, accepting: asyncio.Task[None]) -> None:
-        tasks = [accepting, *self._greetings]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        accepting.cancel()
+        try:
+            await asyncio.wait(
+                {accepting}
+            )  # then every greeting has begun, and its end closes the connection
+        finally:
+            for greeting in self._greetings:
+                greeting.cancel()
+            await asyncio.gather(*self._greetings, return_exceptions=True)
 
     async def _end_sessions(self) -> None:
         if not self._sessions:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lmcache_async.daemon.address import check_directory, default_socket, peer_of
+from lmcache_async.daemon.address import check_directory, default_socket, peer_of, readable
 from lmcache_async.daemon.messages import (
     MAX_ITEMS,
     NUMBER,
@@ -265,7 +265,7 @@ class Link:
             await loop.sock_sendall(connected, pack_hello(hello))
             anchor = connected.dup()
             undo.callback(anchor.close)
-            await _readable(connected)
+            await readable(connected)
             connection = Connection(self._where, self._config, self._receive(connected), anchor)
             undo.callback(connection.mapping.end)
             self._mappings = [one for one in self._mappings if not one.closed]
@@ -313,13 +313,3 @@ class Link:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-
-async def _readable(connected: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(connected, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(connected)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_async.daemon import messages, server
+from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     PROTOCOL,
     WELCOME_BYTES,
@@ -26,8 +27,10 @@ from lmcache_async.daemon.messages import (
     frame,
     pack_hello,
 )
+from lmcache_async.daemon.server import Daemon
 from lmcache_async.errors import ConfigError
 from lmcache_async.testing.records import key_of, record, small_arena
+from lmcache_async.testing.steps import turns
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, socket_path
 
 
@@ -198,6 +201,19 @@ def test_a_connection_without_a_greeting_times_out() -> None:
         client(daemon, greet=False) as silent,
     ):
         assert silent.ends()
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_daemon_that_ends_while_a_client_connects_closes_the_connection(steps: int) -> None:
+    with socket_path() as path:
+        async with Daemon(DaemonConfig(socket=path, max_bytes=1 << 20)):
+            await turns(1)
+            connecting = Client(path, greet=False)
+            await turns(steps)
+
+        with contextlib.suppress(ConnectionResetError):  # not accepted yet
+            assert connecting.ends()
+        connecting.close()
 
 
 def test_another_user_is_refused(daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
