@@ -124,7 +124,7 @@ class DiskIndex:
             TierFullError: Not enough bytes can be evicted; none were.
         """
         if nbytes > self.max_bytes:
-            raise TierFullError(f"a record of {nbytes} bytes is more than the tier's {self.max_bytes}")
+            raise TierFullError(f"a record of {nbytes} bytes is more than max_bytes of {self.max_bytes}")
         missing = max(self.used_bytes + nbytes - self.max_bytes, evict_bytes)
         # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
         self.policy.add(key, nbytes)

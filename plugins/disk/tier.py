@@ -256,7 +256,10 @@ class RecordStore:
             return future.result()
         except OSError as error:
             threads.close()
-            raise TierUnavailableError(f"cannot open {config.root}: {error}") from error
+            raise TierUnavailableError(
+                f"cannot open {config.root}: {error}; set `path` of the disk tier to a directory that user"
+                f" {os.geteuid()} can write to"
+            ) from error
         except BaseException:
             threads.close()
             raise

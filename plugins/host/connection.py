@@ -192,7 +192,10 @@ class Link:
             self._use(await self.connect())
         except TierUnavailableError as error:
             logger.report(
-                "open", "the host tier misses every chunk until its daemon can be reached: %s", error
+                "open",
+                "the host tier misses every chunk until its daemon can be reached: %s; start it with lmcache-async serve,"
+                " or set `socket` to the path of its socket",
+                error,
             )
         self._task = asyncio.create_task(self._keep())
 

@@ -126,7 +126,12 @@ class S3Tier(BundledTier[S3Config, Bucket]):
         try:
             await bucket.check()
         except TierUnavailableError as error:
-            self._logger.report("open", "%s; the s3 tier misses every chunk until the store answers", error)
+            self._logger.report(
+                "open",
+                "%s; the s3 tier misses every chunk until the store answers; check that it is running and that endpoint"
+                " is correct",
+                error,
+            )
         self._open(bucket)
         self._copies = WorkerPool(_NUM_COPIES, thread_name_prefix="lmcache-s3-copy")
         return self

@@ -403,4 +403,6 @@ def connect_error(where: str, error: OSError | UnicodeError) -> TierError:
             " requires a client certificate"
         )
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return TierUnavailableError(f"{where}: cannot connect: {text}; check that it is running, and url")
+    return TierUnavailableError(
+        f"{where}: cannot connect: {text}; check that it is running and that url is correct"
+    )
