@@ -143,18 +143,18 @@ class S3Tier(BundledTier[S3Config, Bucket]):
             self._copies.shutdown(wait=True)  # copies end before their calls
 
     async def _get_whole(self, bucket: Bucket, key: ChunkKey, allocate: Allocate) -> Buffer | None:
-        content = await bucket.read(key, self._max_record_bytes)
-        if content is None:
-            return None
-        if isinstance(content, dict) or not len(content):
-            await self._reject_length(bucket, key, content["size"] if isinstance(content, dict) else 0)
-            return None
-        buffer = await allocate(len(content))
-        try:
+        buffer = await allocate(self._max_record_bytes)
+        with contextlib.ExitStack() as undo:
+            undo.callback(buffer.release)
+            content = await bucket.read(key, buffer.nbytes)
+            if content is None:
+                return None
+            if isinstance(content, dict) or not len(content):
+                await self._reject_length(bucket, key, content["size"] if isinstance(content, dict) else 0)
+                return None
             await self._copy(content, buffer, 0)
-        except BaseException:
-            buffer.release()
-            raise
+            buffer.resize(len(content))
+            undo.pop_all()
         return buffer
 
     async def _get_parts(self, bucket: Bucket, key: ChunkKey, allocate: Allocate) -> Buffer | None:

@@ -10,7 +10,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Config, S3Tier
@@ -56,6 +56,26 @@ async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
 
         assert tier.statistics().corrupt_by_cause == {"length": 1}
         assert not await tier.contains(key_of(1))
+
+
+async def test_a_record_is_not_read_without_memory_for_it(s3_server, arena, monkeypatch):
+    read = []
+
+    async def note_read(self: Bucket, key: object, max_bytes: int) -> None:
+        read.append(key)
+
+    monkeypatch.setattr(Bucket, "read", note_read)
+
+    async def refuse(nbytes: int) -> Buffer:
+        raise BudgetExceededError(f"no {nbytes} bytes for this test")
+
+    tier = S3Tier(s3_server.config())
+    tier.bind(arena)
+    async with tier:
+        with pytest.raises(BudgetExceededError):
+            await tier.get(key_of(1), refuse)
+
+    assert read == []
 
 
 async def test_a_record_removed_while_it_is_read_is_a_miss(tier, arena, allocate):
