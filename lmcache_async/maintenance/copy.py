@@ -157,12 +157,13 @@ class Copier:
         if self._ended:
             counts.skipped += 1
             return 0
-        if self.selection.patterns and (self.source.reads_headers or self.dry_run):
+        wants_header = bool(self.selection.patterns) or (self.dry_run and self.max_bytes is not None)
+        if wants_header and (self.source.reads_headers or self.dry_run):
             info = await examine(self.source, stored, self.selection, header_only=True)
             if info.cause:
                 self._leave(info)
                 return 0
-            nbytes = nbytes or info.record_bytes
+            nbytes = info.record_bytes  # a file may be longer
         if self.dry_run:
             self._reserve(nbytes)
             return 0

@@ -104,7 +104,7 @@ def test_a_dry_run_changes_nothing_and_reports_what_is_missing(root, tmp_path):
     some = told("copy", root, there, "--dry-run", "--namespace", "model=model-a")
     assert (some["records"], some["there"]) == (3, 5)
     assert told("copy", root, there, "--dry-run", "--namespace", "model=none")["passed_over"] == 3
-    assert told("copy", root, there, "--dry-run", "--max-bytes", 2 * 8192)["skipped"] == 1
+    assert told("copy", root, there, "--dry-run", "--max-bytes", 2 * 4608)["skipped"] == 1
     assert "to copy: 3 records" in invoke("copy", root, there, "--dry-run").stdout
     assert content(there) == before
 
