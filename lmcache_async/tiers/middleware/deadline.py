@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from lmcache_async.config.values import Seconds, unless_none
 from lmcache_async.errors import TierUnavailableError
-from lmcache_async.tiers.middleware.base import Call, Layer, LayerConfig, LayerContext, Next, Results
+from lmcache_async.tiers.middleware.base import Call, Kind, Layer, LayerConfig, LayerContext, Next, Results
 from lmcache_async.tiers.results import ContractError, release_results
 
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(unless_none)]
@@ -51,6 +51,11 @@ class DeadlineLayer(Layer):
 
     def __init__(self, options: DeadlineConfig | None, context: LayerContext) -> None:
         super().__init__(options, context)
+        self._limits_s: dict[Kind, float | None] = {}
+        if options is not None:
+            self._limits_s[Kind.LOOKUP] = options.lookup_s
+            self._limits_s[Kind.READ] = options.read_s
+            self._limits_s[Kind.WRITE] = options.write_s
         self._late: set[asyncio.Future[Results]] = set()
 
     @property
@@ -67,10 +72,9 @@ class DeadlineLayer(Layer):
 
     async def around(self, call: Call, next: Next) -> Results:
         limit_s, stated_s = call.deadline - asyncio.get_running_loop().time(), self.context.timeout_s
-        if self.options is not None and not call.local:
-            own_s: float | None = getattr(self.options, f"{call.kind}_s")
-            if own_s is not None and own_s <= limit_s:
-                limit_s = stated_s = own_s
+        own_s = None if call.local else self._limits_s.get(call.kind)
+        if own_s is not None and own_s <= limit_s:
+            limit_s = stated_s = own_s
         if limit_s <= 0:
             raise self._late_error(call, stated_s)
         task = asyncio.ensure_future(next(call))
