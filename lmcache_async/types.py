@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from lmcache_async.errors import TierError
 
 ChunkKey = NewType("ChunkKey", bytes)
 """16 bytes: hash of a chunk and all chunks before it, chained from the root of the namespace."""
@@ -21,6 +24,9 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 
 BlockIds: TypeAlias = npt.NDArray[np.int64]
 """Rows of the paged KV cache: C-contiguous int64; -1 marks a row that is neither read nor written."""
+
+WriteResult: TypeAlias = "asyncio.Future[TierError | None] | TierError | None"
+"""Result of the write of a chunk to a tier: None if it was stored, else the error, or a future of either."""
 
 
 @dataclass(slots=True)  # not frozen: it would take three times as long to create one

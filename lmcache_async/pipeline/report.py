@@ -6,10 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from lmcache_async.errors import TierError
-from lmcache_async.types import Chunk
+from lmcache_async.types import Chunk, WriteResult
 
 
 class Drops(Counter[str]):
@@ -38,10 +37,6 @@ class Drops(Counter[str]):
             self.chunks.extend(other.chunks)
 
 
-Result: TypeAlias = "asyncio.Future[TierError | None] | TierError | None"
-"""Result of the write of a chunk to a tier: None if it was stored, else the error, or a future of either."""
-
-
 class WriteOutcomes:
     """Results of the tiers for the chunks of a batch. Complete when the slowest tier has finished.
 
@@ -51,10 +46,10 @@ class WriteOutcomes:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._results: list[Sequence[Result]] = []  # by tier
-        self._shared: list[Sequence[Result]] = []  # those of tiers that are shared with other processes
+        self._results: list[Sequence[WriteResult]] = []  # by tier
+        self._shared: list[Sequence[WriteResult]] = []  # those of tiers that are shared with other processes
 
-    def add(self, results: Sequence[Result], *, shared: bool) -> None:
+    def add(self, results: Sequence[WriteResult], *, shared: bool) -> None:
         """Add the result of a tier for each chunk."""
         self._results.append(results)
         if shared:
@@ -76,7 +71,7 @@ class WriteOutcomes:
         return sum(any(map(_is_stored, results)) for results in zip(*self._shared, strict=True))
 
 
-def _cause(results: Sequence[Result]) -> str | None:
+def _cause(results: Sequence[WriteResult]) -> str | None:
     futures = [result for result in results if isinstance(result, asyncio.Future)]
     if any(future.cancelled() or not future.done() for future in futures):
         return None
@@ -86,7 +81,7 @@ def _cause(results: Sequence[Result]) -> str | None:
     return type((queued or results)[0]).__name__
 
 
-def _is_stored(result: Result) -> bool:
+def _is_stored(result: WriteResult) -> bool:
     if isinstance(result, asyncio.Future):
         return result.done() and not result.cancelled() and result.result() is None
     return result is None

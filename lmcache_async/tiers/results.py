@@ -21,9 +21,6 @@ E = TypeVar("E", bound=BaseException)
 ReadResult: TypeAlias = Buffer | TierError | None
 """Result of `get_many` for one chunk: its record, its error, or None on a miss."""
 
-WriteResult: TypeAlias = "asyncio.Future[TierError | None] | TierError | None"
-"""Result of the write of a chunk: None if it was stored, else the error, or for a queued one a future of either."""
-
 
 class ContractError(TierError):
     """A tier returned an invalid result, or raised an exception other than TierError."""

@@ -27,9 +27,9 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.handle import TierHandle
-from lmcache_async.tiers.results import ReadResult, WriteResult, release_results
+from lmcache_async.tiers.results import ReadResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
-from lmcache_async.types import ChunkKey
+from lmcache_async.types import ChunkKey, WriteResult
 
 _LOGGED_BEFORE = TierSuspendedError, TierClosedError, ChunkCorruptError
 """Errors whose reason is in other log lines: of the breaker, of the end of the engine, of the tier."""
