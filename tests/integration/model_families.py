@@ -151,6 +151,36 @@ class Weights:
         self.linear(f"{name}.out_proj", HIDDEN, values * HEAD_SIZE)
         self.constant(f"{name}.norm", HEAD_SIZE, 1.0)
 
+    def mamba2(self, name: str, heads: int, states: int) -> None:
+        """A Mamba 2 layer with one group, and heads whose state is HEAD_SIZE by `states` numbers.
+
+        The states decay slowly, so that they depend on tokens far back.
+        """
+        inner = heads * HEAD_SIZE
+        channels = inner + 2 * states
+        self.linear(f"{name}.in_proj", inner + channels + heads, HIDDEN)
+        self.normal(f"{name}.conv1d.weight", channels, 1, 4, scale=0.5)
+        self.normal(f"{name}.conv1d.bias", channels, scale=0.1)
+        self.tensors[f"{name}.A_log"] = torch.linspace(-5.0, -2.0, heads)
+        self.tensors[f"{name}.dt_bias"] = torch.full((heads,), -2.0)
+        self.tensors[f"{name}.D"] = torch.full((heads,), 0.1)
+        self.constant(f"{name}.norm", inner, 1.0)
+        self.linear(f"{name}.out_proj", HIDDEN, inner)
+
+    def mamba1(self, name: str, inner: int, states: int, rank: int) -> None:
+        """A Mamba 1 layer with `inner` channels, whose state is `states` numbers each."""
+        self.linear(f"{name}.in_proj", 2 * inner, HIDDEN)
+        self.normal(f"{name}.conv1d.weight", inner, 1, 4, scale=0.5)
+        self.normal(f"{name}.conv1d.bias", inner, scale=0.1)
+        self.linear(f"{name}.x_proj", rank + 2 * states, inner)
+        self.linear(f"{name}.dt_proj", inner, rank, gain=0.3)
+        self.tensors[f"{name}.dt_proj.bias"] = torch.full((inner,), -3.0)
+        self.tensors[f"{name}.A_log"] = torch.linspace(-4.0, -1.0, states).repeat(inner, 1)
+        self.tensors[f"{name}.D"] = torch.full((inner,), 0.1)
+        for part, size in (("dt", rank), ("b", states), ("c", states)):
+            self.constant(f"{name}.{part}_layernorm", size, 1.0)
+        self.linear(f"{name}.out_proj", HIDDEN, inner)
+
 
 def make_image_model(directory: Path, *, image_mean: float = 0.5) -> Path:
     """Write a Qwen2.5-VL with its image processor and tokenizer."""
@@ -579,6 +609,103 @@ def make_recurrent_model(
         norm_topk_prob=True,
         partial_rotary_factor=0.25,
         torch_dtype="bfloat16",
+    )
+
+
+def make_granite4(directory: Path, *, repeats: int = 1) -> Path:
+    """Write a Granite 4: three layers with a recurrent state (Mamba 2), then one of full attention, repeated."""
+    heads, states = 4, 32
+    types = (["mamba"] * 3 + ["attention"]) * repeats
+    weights = Weights(seed=13)
+    for name, kind in zip(weights.decoder(layers=len(types)), types, strict=True):
+        if kind == "mamba":
+            weights.mamba2(f"{name}.mamba", heads, states)
+        else:
+            weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        weights.linear(f"{name}.shared_mlp.input_linear", 2 * HIDDEN, HIDDEN)
+        weights.linear(f"{name}.shared_mlp.output_linear", HIDDEN, HIDDEN, gain=0.5)
+    return _write(
+        directory,
+        weights,
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        num_hidden_layers=len(types),
+        num_key_value_heads=KV_HEADS,
+        layer_types=types,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=HIDDEN,
+        attention_multiplier=HEAD_SIZE**-0.5,
+        mamba_n_heads=heads,
+        mamba_d_head=HEAD_SIZE,
+        mamba_d_state=states,
+        mamba_n_groups=1,
+        mamba_expand=heads * HEAD_SIZE // HIDDEN,
+        mamba_d_conv=4,
+        mamba_chunk_size=64,
+    )
+
+
+def make_falcon_h1(directory: Path) -> Path:
+    """Write a Falcon-H1: each layer has a recurrent state (Mamba 2) and full attention."""
+    heads, states = 4, 32
+    weights = Weights(seed=14)
+    for name in weights.decoder(norms=("input_layernorm", "pre_ff_layernorm")):
+        weights.mamba2(f"{name}.mamba", heads, states)
+        weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        weights.mlp(f"{name}.feed_forward")
+    weights.tensors["model.final_layernorm.weight"] = weights.tensors.pop("model.norm.weight")
+    return _write(
+        directory,
+        weights,
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        num_key_value_heads=KV_HEADS,
+        mamba_d_ssm=heads * HEAD_SIZE,
+        mamba_n_heads=heads,
+        mamba_d_head=HEAD_SIZE,
+        mamba_d_state=states,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_chunk_size=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=False,
+    )
+
+
+def make_jamba(directory: Path) -> Path:
+    """Write a Jamba: three layers with a recurrent state (Mamba 1), then one of full attention."""
+    states, rank, expand = 16, 16, 2
+    weights = Weights(seed=15)
+    for index, name in enumerate(weights.decoder(layers=4, norms=("input_layernorm", "pre_ff_layernorm"))):
+        if index < 3:
+            weights.mamba1(f"{name}.mamba", expand * HIDDEN, states, rank)
+        else:
+            weights.attention(f"{name}.self_attn", kv_heads=KV_HEADS)
+        weights.mlp(f"{name}.feed_forward")
+    weights.tensors["model.final_layernorm.weight"] = weights.tensors.pop("model.norm.weight")
+    return _write(
+        directory,
+        weights,
+        "JambaForCausalLM",
+        "jamba",
+        num_hidden_layers=4,
+        num_key_value_heads=KV_HEADS,
+        attn_layer_period=4,
+        attn_layer_offset=3,
+        num_experts=1,
+        num_experts_per_tok=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=states,
+        mamba_d_conv=4,
+        mamba_expand=expand,
+        mamba_dt_rank=rank,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+        use_mamba_kernels=False,
     )
 
 

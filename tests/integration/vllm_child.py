@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.integration import cpu_states, forking, vision, vllm_worker_calls
+from tests.integration import cpu_models, forking, vision, vllm_worker_calls
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -43,6 +43,8 @@ class Child:
 
         if options.get("async_scheduling"):
             _allow_asynchronous_scheduling()
+        if options.get("attention_backend") == "CPU_MLA" and "enable_prefix_caching" in options:
+            cpu_models.continue_mla_prefills()
         sys.path += options.pop("path", [])
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
@@ -338,7 +340,7 @@ def main() -> None:
     worker: Any = importlib.import_module("lmcache_async.integration.vllm.worker")
     worker.BEGIN_S = 60.0  # the machine may be busy, and these tests need hits
     _remember_model("LlamaForCausalLM")
-    cpu_states.copy_without_triton()
+    cpu_models.replace_operations()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()
     gc.enable()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_async.bench.measure import Case, Frame, Parameter, Row
-from tests.integration import cpu_states
+from tests.integration import cpu_models
 from tools.benchmarks.command import option
 from tools.benchmarks.serve_engine import (
     ON_CPU,
@@ -120,7 +120,7 @@ class Contest:
         self._model = MODELS[name]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lma")))
         _make(self._model, directory / "model", settings.tokens)
-        cpu_states.install(directory)
+        cpu_models.install(directory)
         transfers = {
             PLAIN: None,
             OURS: ours(["cpu"], settings.arena_mib * MIB, **{"vllm.load_policy": "always"}),
