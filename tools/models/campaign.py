@@ -40,13 +40,16 @@ class Campaign:
 
     Args:
         directory: Directory of the model and of the disk tier.
+
+    Attributes:
+        model: Directory of the model.
     """
 
     def __init__(self, engines: Engines, family: Family, directory: Path) -> None:
         self.family = family
         self._engines = engines
         self._directory = directory
-        self._model = family.make(directory / "model")
+        self.model = family.make(directory / "model")
         self.adapters = tuple(
             str(models.make_adapter(directory / f"adapter-{index}", seed=100 + index))
             for index in range(family.adapters)
@@ -66,8 +69,8 @@ class Campaign:
 
     def model_with_tokenizer(self) -> Path:
         """The model, with a tokenizer for `vllm serve`."""
-        models.write_tokenizer(self._model)
-        return self._model
+        models.write_tokenizer(self.model)
+        return self.model
 
     def disk(self, name: str) -> Path:
         return self._directory / f"disk-{name.replace(' ', '-')}"
@@ -95,7 +98,7 @@ class Campaign:
     @contextmanager
     def _engine(self, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Iterator[Engine]:
         settings = {
-            "model": str(self._model),
+            "model": str(self.model),
             "num_gpu_blocks_override": BLOCKS,
             "max_num_batched_tokens": STEP,
             **self.family.options,
@@ -399,6 +402,35 @@ def long_prompt(campaign: Campaign, outcome: Outcome) -> None:
         )
 
 
+def transformers(campaign: Campaign, outcome: Outcome) -> None:
+    """A vLLM without connector has the log-probabilities of Hugging Face transformers, also after a hit of its own.
+
+    For models of which some operations are replaced; see `tests.integration.cpu_models`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked = campaign.questions().around_boundaries("transformers")
+    with campaign.plain() as reference:
+        answers = [answer for one in asked for answer in (reference(one), reference.own_hit(one))]
+    model = AutoModelForCausalLM.from_pretrained(campaign.model, dtype=torch.float32)
+    for question, answer in zip([one for one in asked for _ in range(2)], answers, strict=True):
+        text = [*question.prompt, *answer.tokens]
+        with torch.inference_mode():
+            logits = model(torch.tensor([text])).logits[0, len(question.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).tolist()
+        found = [
+            float(place[str(token)]) for place, token in zip(answer.logprobs, answer.tokens, strict=True)
+        ]
+        right = [row[token] for row, token in zip(expected, answer.tokens, strict=True)]
+        distance = max(abs(one - other) for one, other in zip(found, right, strict=True))
+        outcome.add("answers")
+        outcome.expect(
+            distance <= TOLERANCE,
+            f"{_text(question)}: the log-probabilities of vLLM and of transformers differ by {distance:.3g}",
+        )
+
+
 def metric(engine: Engine, name: str, least: float) -> float:
     """Sum of the samples of one of our metrics in vLLM's /metrics, once it reaches a value."""
     for _ in engine.until(f"does not count {least} {name}"):
@@ -420,6 +452,7 @@ MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
     "replicas": replicas,
     "long prompt": long_prompt,
     "reloaded adapter": reloaded_adapter,
+    "transformers": transformers,
 }
 EVERY_FAMILY = ("chunked prefill", "preemption", "no prefix caching", "two ranks")
 """Modes of all families; the others are for single families."""

@@ -101,6 +101,7 @@ FAMILIES = {
         "recurrent states (Mamba 2) beside full attention",
         models.make_granite4,
         block=64,
+        modes=("transformers",),
         without={"no prefix caching": "vLLM keeps no states then"},
     ),
     "falcon-h1": Family(
@@ -108,6 +109,7 @@ FAMILIES = {
         "recurrent states (Mamba 2) and full attention in each layer",
         models.make_falcon_h1,
         block=64,
+        modes=("transformers",),
         without={"no prefix caching": "vLLM keeps no states then"},
     ),
     "jamba": Family(
@@ -115,6 +117,7 @@ FAMILIES = {
         "recurrent states (Mamba 1) beside full attention",
         models.make_jamba,
         block=64,
+        modes=("transformers",),
         without={"no prefix caching": "vLLM keeps no states then"},
     ),
     "deepseek-v2": Family(
@@ -122,6 +125,7 @@ FAMILIES = {
         "MLA",
         models.make_mla_model,
         block=16,
+        modes=("transformers",),
         options={"attention_backend": "CPU_MLA", "block_size": 16, "enable_prefix_caching": True},
     ),
     "qwen2.5-vl": Family(
