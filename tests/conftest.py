@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
-hypothesis.settings.register_profile(
-    "thorough", parent=hypothesis.settings.get_profile("long")
-)  # tests/support/thorough.py
+# Used by tests/support/thorough.py.
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("long"))
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )

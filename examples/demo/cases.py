@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Case:
     ttft_s: list[float] = field(default_factory=list)  # one per round
-    seconds: list[float] = field(
-        default_factory=list
-    )  # the same requests to their last token, measured by the client
+    # The same requests to their last token, measured by the client.
+    seconds: list[float] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)  # one per request
     by_tier: Counter[str] = field(default_factory=Counter)
     compared: int = 0

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 WARM_UP_ASKS = 6  # of 33 blocks each, to use each of machine.KV_BLOCKS
-WARM_UP_SEEDS = (
-    2_000_000,
-    2_000_001,
-)  # documents for the warm-up before and after the restart
+# Documents for the warm-up before and after the restart.
+WARM_UP_SEEDS = (2_000_000, 2_000_001)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

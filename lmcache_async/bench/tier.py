@@ -104,9 +104,8 @@ class Records(contextlib.ExitStack):
         check_memory(3 * self.nbytes)
         arena = Arena(2 * self.nbytes, self.record_bytes, huge_pages=True, prefault=True)
         self.arena = self.enter_context(contextlib.closing(arena))
-        self._copies = np.ones(
-            (count, self.record_bytes), dtype=np.uint8
-        )  # private memory, whose pages exist
+        # Private memory, whose pages exist.
+        self._copies = np.ones((count, self.record_bytes), dtype=np.uint8)
         self.buffers: list[Buffer] = []
         for number in range(count):
             buffer = arena.lease_nowait(self.record_bytes)
@@ -209,9 +208,8 @@ def cases(
         buffers = await get_all(records, tier)
         seconds = time.perf_counter() - start
         if own_memory:
-            seconds += (
-                records.nbytes / records.copy(buffers, threads) / 1e9
-            )  # without the start of the threads
+            # The start of the threads is not measured.
+            seconds += records.nbytes / records.copy(buffers, threads) / 1e9
         records.check(buffers, first=0)
         return records.nbytes / seconds / 1e9
 

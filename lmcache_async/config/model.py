@@ -69,9 +69,10 @@ class PluginSpec(Section):
     """Name of the entry point, such as cpu or disk for a tier, retry or breaker for a layer."""
     id: Name = ""
     """Unique name in reports; by default the name of the entry point."""
+    # Not in the repr, because there may be a password among them.
     options: Annotated[Mapping[str, Any], BeforeValidator(parse_mapping)] = Field(
         default_factory=dict, repr=False
-    )  # not in the repr, because there may be a password among them
+    )
     """Options of the plug-in, validated by its config type."""
 
     _origin: Origin | None = PrivateAttr(default=None)

@@ -91,9 +91,8 @@ class Daemon:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            await readable(
-                listener
-            )  # unlike loop.sock_accept it has no result that a cancellation could lose
+            # Unlike loop.sock_accept it has no result that a cancellation could lose.
+            await readable(listener)
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:  # the client has gone
@@ -162,9 +161,8 @@ class Daemon:
     async def _stop(self, accepting: asyncio.Task[None]) -> None:
         accepting.cancel()
         try:
-            await asyncio.wait(
-                {accepting}
-            )  # then every greeting has begun, and its end closes the connection
+            # When it has ended, every greeting has begun, and its end closes the connection.
+            await asyncio.wait({accepting})
         finally:
             for greeting in self._greetings:
                 greeting.cancel()

@@ -41,9 +41,8 @@ _SETTINGS = (
 _MISTRAL_TOKENIZER = ("tekken.json",)  # contains the image and audio settings of models in Mistral's format
 
 _SAMPLE_BYTES = 4096
-_END_BYTES = (
-    1 << 20
-)  # the table of a GGUF file is at the start; that of a zip (.bin, .pt), with CRCs of all members, at the end
+# The table of a GGUF file is at the start; that of a zip (.bin, .pt), with CRCs of all members, at the end.
+_END_BYTES = 1 << 20
 _STRIDE_BYTES = 1 << 20
 _MAX_SAMPLES = 4096
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format

@@ -66,9 +66,8 @@ class RecordFormat:
     chunk_size: int
     reserved_bytes: int = 0
     header_bytes: int = field(init=False, repr=False)
-    _templates: dict[Any, HeaderTemplate] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )  # cache of `template`
+    # Filled by `template`.
+    _templates: dict[Any, HeaderTemplate] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))

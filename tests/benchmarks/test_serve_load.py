@@ -87,9 +87,8 @@ def test_gaps_are_those_of_each_answer():
     assert one.gaps_ms == pytest.approx([500, 100])
     assert gap_ms([one, other], 0.95) == pytest.approx(500)
     assert gap_ms([one, other], 0.5) == pytest.approx(200)
-    assert gap_ms([answer({"1": 0.0}, tokens=[1, 2], times=[1.0, 1.0])], 0.95) == pytest.approx(
-        1e-3
-    )  # read without delay
+    # Both tokens were read at once.
+    assert gap_ms([answer({"1": 0.0}, tokens=[1, 2], times=[1.0, 1.0])], 0.95) == pytest.approx(1e-3)
 
 
 def test_throughput_counts_prompts_and_answers():

@@ -152,9 +152,8 @@ class Serving(Simulation):
             prefix_caching=self.rng.random() < 0.7,
             overlapped=self.rng.random() < 0.5,
         )
-        SimulatedVLLM(
-            Setup(folder=folder / "first", options=None)
-        )  # vLLM's initialization of a process is done now
+        # VLLM's initialization of a process is done now.
+        SimulatedVLLM(Setup(folder=folder / "first", options=None))
         roots = [self._tokens(200) for _ in range(3)]
         self._prompts = [
             self.rng.choice(roots)[: self.rng.randrange(1, 200)] + self._tokens(self.rng.choice((0, 1, 40)))
@@ -249,9 +248,8 @@ class Serving(Simulation):
             if waited > PATIENCE_S:
                 raise Violation(f"vLLM is not idle after {PATIENCE_S} s without faults")
             sim.step()
-            await asyncio.sleep(
-                max(1e-3, waited / 100)
-            )  # a request that never ends costs 800 steps, not 120 000
+            # A request that never ends costs 800 steps, not 120 000.
+            await asyncio.sleep(max(1e-3, waited / 100))
 
     async def _check(self, sim: SimulatedVLLM, engines: list[CacheEngine], deadline: float) -> None:
         """Check that neither vLLM's block pool nor an engine holds anything."""

@@ -493,9 +493,8 @@ async def test_a_tier_that_becomes_fast_again_gets_its_queue_back(arena):
     async with opened(tier, max_bytes=2000, max_s=20, call_bytes=100, workers=1) as writer:
         assert await written(writer, arena, 1) == 1
         assert await writer.flush(timeout_s=10_000)
-        assert (
-            await written(writer, arena, 20) == 1
-        )  # one chunk may always wait, otherwise the rate would never be known
+        # One chunk may always wait, otherwise the rate would never be known.
+        assert await written(writer, arena, 20) == 1
         assert await writer.flush(timeout_s=10_000)
 
         tier.bytes_per_s = 10_000

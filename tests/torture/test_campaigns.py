@@ -173,9 +173,8 @@ def test_fuzzing_shares_its_time_and_reports_failures(monkeypatch, tmp_path, tes
     (tmp_path / "tests" / "fuzz").mkdir(parents=True)
     (tmp_path / "tests" / "fuzz" / "test_it.py").write_text(f"import os\n{test}\n")
     monkeypatch.setattr(fuzz, "ROOT", tmp_path)
-    monkeypatch.setenv(
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"
-    )  # importing the plug-ins takes longer than the test
+    # Importing the plug-ins takes longer than the test.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
     outcome = fuzz.run(seconds=0.5)

@@ -120,9 +120,8 @@ def test_a_forged_field_is_named(name: str, value: object) -> None:
         header[header_module.CHECKSUM] = header_module.header_checksum(header)
 
     if name == "more" and isinstance(value, list):
-        verify(
-            memoryview(data), format=FORMAT, chunk=CHUNK, request_namespace="r"
-        )  # unknown fields are skipped
+        # Unknown fields are skipped.
+        verify(memoryview(data), format=FORMAT, chunk=CHUNK, request_namespace="r")
     else:
         assert cause_of(data) == "header"
 

@@ -58,9 +58,8 @@ async def test_each_path_has_its_content_type_and_no_external_resource() -> None
         assert "Access-Control-Allow-Origin" not in one.headers
         assert int(one.headers["Content-Length"]) == len(one.body)
     for path in ("/", "/style.css", *SCRIPTS):
-        text = (
-            heard[path].body.decode().replace("http://www.w3.org/2000/svg", "")
-        )  # a namespace, not an address
+        # A namespace, not an address.
+        text = heard[path].body.decode().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text
     assert heard["/metrics"].body == b"fake_total 1\n"
     assert heard["/healthz"].body == b"ok\n"

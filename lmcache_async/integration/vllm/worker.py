@@ -795,9 +795,8 @@ class WorkerConnector:
 
     def __init__(self, engines: Sequence[RankEngine]) -> None:
         self.engines = engines
-        self._ended: Counter[str] = (
-            Counter()
-        )  # engines in which a request's load has ended, until it has in all
+        # Engines in which a request's load has ended, until it has in all.
+        self._ended: Counter[str] = Counter()
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
         self._awaited: Collection[int] = ()

@@ -565,9 +565,8 @@ def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
 def test_a_load_whose_job_cannot_be_created_is_lost_too():
     bench = Bench()
     request = bench.request(30)
-    bench.answer(
-        request, Answer(2, 4, (b"p" * 16,), "", {"cpu": 2}, pinned=True)
-    )  # the key of one rank is missing
+    # The key of one rank is missing.
+    bench.answer(request, Answer(2, 4, (b"p" * 16,), "", {"cpu": 2}, pinned=True))
     external, _ = bench.scheduler.match(request, 4)
     blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 30),))
 
