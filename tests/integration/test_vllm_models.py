@@ -38,6 +38,18 @@ def test_mla_is_off_where_vllm_cannot_continue_its_prefill(engines: Engines, tmp
     assert "MLA" in why_off(engine)
 
 
+def test_the_connector_is_off_if_a_tier_cannot_be_opened(engines: Engines, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with engines.started(connector(disk=tmp_path / "file" / "kv"), unsupported=True) as engine:
+        answer = engine.ask(Question(tokens("no directory", 100)))
+
+        assert answer.cached_tokens == 0
+        assert why_off(engine).startswith(f"cannot open {tmp_path / 'file' / 'kv'}: ")
+        assert "set `path` of the disk tier" in why_off(engine)
+        assert "NotADirectoryError" not in engine.log()
+
+
 def test_pooling_over_the_whole_prompt_is_off(engines: Engines, tmp_path: Path) -> None:
     model = make_embedding_model(tmp_path / "model")
     prompt = list(tokens("pooling", 200))

@@ -25,7 +25,7 @@ from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
-from lmcache_async.errors import ConfigError, EngineClosedError, MissingDependencyError
+from lmcache_async.errors import ConfigError, EngineClosedError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.integration.vllm.config import (
     backend_reason,
@@ -630,6 +630,9 @@ class RankEngine:
             self.open(*self._engine_groups(kv_cache_config, kv_caches, self.namespace))
         except (ConfigError, MissingDependencyError):
             raise
+        except LMCacheAsyncError as error:
+            logging.getLogger(__name__).error("LMCacheAsyncConnector is off: %s", error)  # noqa: TRY400 - no bug
+            return False
         except Exception:
             logging.getLogger(__name__).exception(
                 "LMCacheAsyncConnector is off: the engine could not be opened"
