@@ -27,6 +27,7 @@ from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import compiled
 from lmcache_async.testing.caches import CacheForm, cache_forms
+from lmcache_async.testing.steps import turns
 from tests.support.caches import assign, job_of
 
 
@@ -190,7 +191,9 @@ def test_a_scatter_with_progress_moves_the_same_bytes_and_reports_no_plane_too_e
         source.layout, *(rows[low:high] for low, high in zip([0, *edges], [*edges, len(rows)], strict=True))
     )
     gatherer, copier = CpuCopier(source.layout), CpuCopier(target.layout, threads=threads)
-    copier._helpers = min(helpers, threads)
+    copier._helpers = min(
+        helpers or step is None, threads
+    )  # a thread copies, whether or not another one waits
     progress = Told(target.layout.num_planes)
 
     def waiter():
@@ -261,7 +264,7 @@ async def test_without_free_threads_the_waiting_thread_copies(layers, monkeypatc
 
 async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, monkeypatch):
     cache, copier = layers
-    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    copier._helpers = 1
     parts = []
     monkeypatch.setattr(CpuCopier, "_copy", lambda self, jobs, part, **options: parts.append(part))
     progress = Told(4)
@@ -273,24 +276,36 @@ async def test_a_plane_of_many_bytes_is_cut_and_every_entry_copied_once(layers, 
     assert progress.told == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
 
 
-@pytest.mark.parametrize("alone_s", [0, 3600])
-async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monkeypatch, alone_s):
+def refuse(call, *args):
+    raise RuntimeError("can't start new thread")
+
+
+async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monkeypatch):
     cache, copier = layers
     copier._helpers = 1
     progress = Told(4)
-
-    def refuse(call, *args):
-        raise RuntimeError("can't start new thread")
-
-    def waiter():
-        if alone_s:
-            progress.wait(4, deadline=time.monotonic() + LONG_S)
-
-    monkeypatch.setattr(cpu, "ALONE_S", alone_s)
     monkeypatch.setattr(copier._executor, "submit", refuse)
+
+    waiter = partial(progress.wait, 4, deadline=time.monotonic() + LONG_S)
     async with asyncio.timeout(LONG_S):
         await scatter_while_waiting(copier, copy_jobs(cache.layout, [0, 3]), progress, waiter)
 
+    assert progress.told == [1, 2, 3, 4]
+    assert is_filled(cache, [0, 3])
+
+
+@pytest.mark.parametrize("submit", [refuse, lambda call, *args: call(*args)], ids=["refused", "at once"])
+async def test_a_load_that_no_thread_waits_for_is_copied(layers, monkeypatch, submit):
+    cache, copier = layers
+    progress = Told(4)
+    progress.begin()
+    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    monkeypatch.setattr(copier._executor, "submit", submit)
+
+    loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
+    await turns(20)
+
+    assert loading.done()
     assert progress.told == [1, 2, 3, 4]
     assert is_filled(cache, [0, 3])
 
@@ -565,7 +580,9 @@ async def test_an_unstarted_load_fails_when_the_copier_is_closed(monkeypatch):
     scatter = asyncio.ensure_future(copier.scatter([job], None, LoadProgress(cache.layout.num_planes)))
     await asyncio.sleep(0)
     copier.close()
+    await turns(20)
 
+    assert scatter.done()
     with pytest.raises(EngineClosedError):
-        await asyncio.wait_for(scatter, LONG_S)
+        await scatter
     assert all(map(torch.equal, cache.storages, before))

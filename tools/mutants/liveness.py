@@ -157,6 +157,13 @@ WAITS = (
         ("tests/unit/test_copier_cuda.py",),
     ),
     Mutation(
+        "a load that no thread waits for is not copied",
+        "lmcache_async/device/cpu.py",
+        "call_later(ALONE_S,",
+        "call_later(ALONE_S + 1e6,",
+        ("tests/unit/test_copier_cpu.py",),
+    ),
+    Mutation(
         "a cancelled call in a thread is abandoned",
         "lmcache_async/memory/threads.py",
         "    while pending := [one for one in work if not one.done()]:\n",
