@@ -175,6 +175,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.open: dict[str, Lookup] = {}
         self.unanswered: dict[str, Lookup] = {}  # also released ones
         self.asked_at = 0.0
+        self.asked_preemptions = 0
         self.hit: int | None = None
         self.load_failed = False
         self.released: list[str] = []
@@ -207,6 +208,8 @@ class TrackerMachine(RuleBasedStateMachine):
         self.tracker.local_found(self.local)
         refresh = self.tracker.refresh_lookup(self.now, self.epoch, may_repeat=True)
         if refresh.ask:
+            assert not self.load_failed or self.view.num_preemptions > self.asked_preemptions
+            self.asked_preemptions = self.view.num_preemptions
             self._release(refresh.release)
             self.names += 1
             lookup = Lookup(str(self.names), self.view.num_tokens, self.epoch, self.now)
@@ -228,7 +231,9 @@ class TrackerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unanswered)
     @rule(chunks=st.integers(0, 5), partial=st.integers(0, 2), data=st.data())
     def answered(self, chunks: int, partial: int, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.unanswered)))
+        self._answer(data.draw(st.sampled_from(sorted(self.unanswered))), chunks, partial)
+
+    def _answer(self, name: str, chunks: int, partial: int = 0) -> None:
         given = Answer(chunks, partial * BLOCK if chunks == 5 else 0, pinned=True)
         answer(self.tracker, self.unanswered.pop(name), given)
         if name == str(self.names):
@@ -249,6 +254,21 @@ class TrackerMachine(RuleBasedStateMachine):
         else:
             self._release(self.tracker.lookup_unused())
             self.view.num_computed_tokens = max(self.view.num_computed_tokens, self.local)
+
+    @precondition(lambda self: not self.done and not self.loading)
+    @rule(local=st.integers(0, 4), chunks=st.integers(1, 5), tokens=st.integers(0, 20), data=st.data())
+    def hit_is_loaded(self, local: int, chunks: int, tokens: int, data: st.DataObject) -> None:
+        """A preemption, a lookup, its load and a step: the usual order, which events chosen one by one rarely have."""
+        if self.view.num_computed_tokens and data.draw(st.booleans()):
+            self.preempted()
+        self.vllm_asks(local, ready=True)
+        if str(self.names) in self.unanswered:
+            self._answer(str(self.names), chunks)
+            self.vllm_asks(local, ready=True)
+        self.allocated()
+        if self.loading and data.draw(st.booleans()):
+            self.load_ended(data, fails=data.draw(st.booleans()))
+        self.step(tokens, room=30)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), fails=st.booleans())
@@ -296,7 +316,7 @@ class TrackerMachine(RuleBasedStateMachine):
         assert self.tracker.stores is False or may_store_again
 
     @precondition(lambda self: not self.done)
-    @rule(room=st.integers(0, 30), ends=st.sampled_from([True] + 9 * [False]))
+    @rule(room=st.integers(0, 30), ends=st.sampled_from([*9 * [False], True]))
     def finished(self, room: int, ends: bool) -> None:
         if ends:
             self._finish(room)
