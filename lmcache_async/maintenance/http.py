@@ -77,7 +77,8 @@ def _explained(url: str, error: Exception, hint: str) -> ConfigError | TierUnava
         text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
         return ConfigError(f"{url}: {text}")
     is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
-    if is_protocol_error and "disconnected" not in str(error):
+    is_closed = "disconnected" in str(error) or "peer closed" in str(error)  # before or during the response
+    if is_protocol_error and not is_closed:
         return ConfigError(f"{url}: the server does not speak HTTP: {error!r}")
     number = cause.errno if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) else None
     why = os.strerror(number) if number and number > 0 else cause

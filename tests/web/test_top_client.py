@@ -63,9 +63,11 @@ def test_no_answer_is_an_error_message() -> None:
         ("http", b"-ERR unknown command\r\n\r\n", 2, "does not speak HTTP"),
         ("http", b"SSH-2.0", 1, "no server answers"),
         ("http", b"", 1, "no server answers"),
+        ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", 1, "no server answers"),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", 1, "no server answers"),
         ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", 1, "wrong version number"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_another_server_is_an_error_message(scheme: str, answer: bytes, code: int, says: str) -> None:
     def serve(connection: socket.socket) -> None:
