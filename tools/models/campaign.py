@@ -17,13 +17,13 @@ from tests.integration.vllm_answers import TOLERANCE, Answer, Question, differen
 from tests.integration.vllm_driver import CHUNK, Engine, EngineError, Engines, Reference, connector
 from tools.models.families import Family
 from tools.models.questions import LONGEST, STEP, Questions
-from tools.models.replicas import answers_of_replicas
+from tools.models.servers import answers_of_replicas, answers_of_two_hosts
 from tools.torture.outcome import Outcome
 
 MIN_CHANGE = 0.1
 """Minimum change of log-probabilities by one changed token. It detects wrong KV."""
 BLOCKS = 512
-FEW_BLOCKS = (160, 128, 100, 80, 64, 52, 44, 36)
+FEW_BLOCKS = (160, 128, 100, 80, 64, 52, 44, 36, 28, 20)
 """Numbers of blocks to try in turn until vLLM preempts requests."""
 MIN_PREEMPTED = 4
 LONG_PROMPT = 32 * 1024
@@ -326,12 +326,24 @@ def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mappi
 
 def replicas(campaign: Campaign, outcome: Outcome) -> None:
     """Two data-parallel replicas of `vllm serve`, each with its own cache."""
-    asked = campaign.questions().around_boundaries("replicas")
+    served(campaign, outcome, "replicas", answers_of_replicas)
+
+
+def two_hosts(campaign: Campaign, outcome: Outcome) -> None:
+    """A rank of `vllm serve` on each of two hosts: the scheduler looks up over TCP. The hosts are network namespaces."""
+    served(campaign, outcome, "two hosts", answers_of_two_hosts)
+
+
+def served(
+    campaign: Campaign, outcome: Outcome, name: str, ask: Callable[..., Mapping[str, Sequence[Answer]]]
+) -> None:
+    """Compare the answers of a `vllm serve`, by description, with those of a vLLM without connector."""
+    asked = campaign.questions().around_boundaries(name)
     with campaign.plain() as reference:
         own = [reference.own_hit(question) for question in asked]
         right = [reference(question) for question in asked]
     hits = [answer.cached_tokens for answer in own]
-    found = answers_of_replicas(campaign.model_with_tokenizer(), campaign.disk("replicas"), asked, hits)
+    found = ask(campaign.model_with_tokenizer(), campaign.disk(name), asked, hits)
     for what, answers in found.items():
         compare(outcome, what, asked, answers, right)
         if what.startswith("cold"):
@@ -450,6 +462,7 @@ MODES: Mapping[str, Callable[[Campaign, Outcome], None]] = {
     "two ranks": two_ranks,
     "pipeline": pipeline,
     "replicas": replicas,
+    "two hosts": two_hosts,
     "long prompt": long_prompt,
     "reloaded adapter": reloaded_adapter,
     "transformers": transformers,

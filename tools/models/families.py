@@ -48,7 +48,9 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("Llama", "full attention", models.make_llama, modes=("pipeline", "replicas")),
+    "llama": Family(
+        "Llama", "full attention", models.make_llama, modes=("pipeline", "replicas", "two hosts")
+    ),
     "qwen3": Family("Qwen3", "full attention", models.make_qwen3),
     "qwen3-moe": Family("Qwen3-MoE", "full attention", models.make_qwen3_moe),
     "mixtral": Family("Mixtral", "full attention", models.make_mixtral),
@@ -66,7 +68,7 @@ FAMILIES = {
             models.make_sliding_window_model, repeats=2
         ),  # so that each pipeline stage has layers of each kind
         window=models.WINDOW,
-        modes=("pipeline", "replicas", "long prompt"),
+        modes=("pipeline", "replicas", "two hosts", "long prompt"),
     ),
     "gpt-oss": Family(
         "gpt-oss",
