@@ -18,6 +18,7 @@ GIB = 1 << 30
 OK, WARN, FAIL = Outcome.OK, Outcome.WARN, Outcome.FAIL
 CONFIG = load_config(env={}, extra={"arena.max_bytes": "4GiB", "copy_threads": 2})
 AVAILABLE = 48 * GIB
+CPU = "sys/fs/cgroup/cpu.max"
 HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -30,9 +31,10 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(root, name, text) -> None:
+def write(root, name, text):
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).write_text(text)
+    return root
 
 
 def only(found):
@@ -79,39 +81,32 @@ MANY_THREADS = load_config(env={}, extra={"copy_threads": 1000})
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "check", "outcome", "told"),
+    ("check", "outcome", "told"),
     [
-        ("sys/fs/cgroup/cpu.max", "150000 100000", checks.check_cores, WARN, "1.5 for this process"),
-        ("", "", lambda _, root: checks.check_cores(MANY_THREADS, root), WARN, ""),
-        ("", "", checks.check_huge_pages, OK, "7 reserved pages"),
         (
-            HUGE_PAGES,
-            "always [never]",
-            checks.check_huge_pages,
+            lambda root: checks.check_cores(CONFIG, write(root, CPU, "150000 100000\n")),
+            WARN,
+            "1.5 for this process",
+        ),
+        (lambda root: checks.check_cores(MANY_THREADS, root), WARN, ""),
+        (lambda root: checks.check_huge_pages(CONFIG, root), OK, "7 reserved pages"),
+        (
+            lambda root: checks.check_huge_pages(CONFIG, write(root, HUGE_PAGES, "always [never]\n")),
             WARN,
             f"echo madvise > /{HUGE_PAGES} (as root)",
         ),
-        ("", "", lambda _, root: checks.check_shared_memory(root / "none"), WARN, "none"),
-        ("", "", lambda _, root: checks.check_shared_memory(root), OK, "GiB"),
-        ("", "", lambda *_: checks.check_open_files(256), WARN, "ulimit -n 8192"),
-        ("", "", lambda *_: checks.check_open_files(65536), OK, "at most 65536"),
-        ("", "", lambda *_: checks.check_open_files(resource.RLIM_INFINITY), OK, "unlimited"),
-        ("", "", lambda config, _: checks.check_pinning(config, has_cuda=False, limit=1), OK, "not pinned"),
-        ("", "", lambda config, _: checks.check_pinning(config, has_cuda=True, limit=1), WARN, "ulimit -l"),
-        (
-            "",
-            "",
-            lambda config, _: checks.check_pinning(config, has_cuda=True, limit=4 * GIB),
-            OK,
-            "4.0 GiB",
-        ),
+        (lambda root: checks.check_shared_memory(root / "none"), WARN, "none"),
+        (lambda root: checks.check_shared_memory(root), OK, "GiB"),
+        (lambda _: checks.check_open_files(256), WARN, "ulimit -n 8192"),
+        (lambda _: checks.check_open_files(65536), OK, "at most 65536"),
+        (lambda _: checks.check_open_files(resource.RLIM_INFINITY), OK, "unlimited"),
+        (lambda _: checks.check_pinning(CONFIG, has_cuda=False, limit=1), OK, "not pinned"),
+        (lambda _: checks.check_pinning(CONFIG, has_cuda=True, limit=1), WARN, "ulimit -l"),
+        (lambda _: checks.check_pinning(CONFIG, has_cuda=True, limit=4 * GIB), OK, "4.0 GiB"),
     ],
 )
-def test_a_check_of_the_machine(root, name, text, check, outcome, told):
-    if name:
-        write(root, name, f"{text}\n")
-
-    found = check(CONFIG, root)
+def test_a_check_of_the_machine(root, check, outcome, told):
+    found = check(root)
 
     assert found.outcome is outcome
     assert told in f"{found.found}; {found.todo}"

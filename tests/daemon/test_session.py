@@ -272,7 +272,10 @@ def test_a_file_at_the_sockets_path_is_refused_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text("max_bytes: 1GiB\n")
     with (
-        pytest.raises(ConfigError, match=r"^socket: .*kv\.yaml exists and is not a socket"),
+        pytest.raises(
+            ConfigError,
+            match=r"^socket: .*kv\.yaml exists and is not a socket: name another path .*, or move that file$",
+        ),
         ThreadedDaemon(file, max_bytes="1MiB"),
     ):
         pass

@@ -99,7 +99,9 @@ async def test_a_chunk_size_that_is_no_multiple_of_every_groups_block_is_refused
     blocks = [torch.zeros(16, 1, 8, 8)]
     layout = second.layout.from_block_views(blocks, num_blocks=16, block_size=8)
 
-    with pytest.raises(ConfigError, match="chunk_size is 12; expected a multiple of the 8 tokens of a block"):
+    with pytest.raises(
+        ConfigError, match="chunk_size is 12; expected a multiple of the 8 tokens of a block, such as 16"
+    ):
         async with CacheEngine.open(
             first.config(),
             layout=first.layout,

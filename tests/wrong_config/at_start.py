@@ -9,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from lmcache_async.config import EngineConfig, load_config
+from lmcache_async.config import EngineConfig
 from lmcache_async.daemon.address import check_directory
 from lmcache_async.daemon.config import DaemonConfig, load_daemon_config
 from lmcache_async.daemon.server import Daemon, shared_memory
-from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.builder import EngineGroup, build, check_hash_key, default_logger
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.hashing import ChunkHasher, weights_fingerprint
 from lmcache_async.hashing.digest import digest_function
@@ -26,11 +23,10 @@ from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.region import Region
 from lmcache_async.plugins.cpu import CPUTier
 from lmcache_async.plugins.cpu.config import CPUConfig
-from lmcache_async.registry import LAYERS, TIERS, Registry
+from lmcache_async.registry import LAYERS, TIERS
 from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.encrypt import EncryptStage
 from lmcache_async.testing.fakes import DictTier, FakeRegistry
-from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.middleware.base import Layer
 
@@ -74,11 +70,6 @@ def lock_is_a_directory(folder: Path) -> None:
     daemon_at(folder / "s")
 
 
-def socket_is_a_directory(folder: Path) -> None:
-    (folder / "s").mkdir()
-    daemon_at(folder / "s")
-
-
 def socket_whose_mode_cannot_be_set(folder: Path) -> None:
     """As on a file system without modes."""
 
@@ -88,18 +79,6 @@ def socket_whose_mode_cannot_be_set(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "chmod", refuse)
         daemon_at(folder / "s")
-
-
-def chunks_of_half_a_block(folder: Path) -> None:
-    cache = {"layer": torch.zeros(8, 1, 4, 8)}  # eight blocks of four tokens
-    layout = KVLayout.from_block_views(cache, num_blocks=8, block_size=4)
-    config = load_config(env={}, extra={"chunk_size": 3})
-    build(config, [EngineGroup(layout, Rig().namespace)], default_logger(), Registry())
-
-
-def another_hash_key(folder: Path) -> None:
-    config = load_config(env={"LMCACHE_ASYNC_HASH_KEY": KEY.hex(), "LMCACHE_ASYNC_HASH_ALGORITHM": "sha256"})
-    check_hash_key(config, Rig().namespace)
 
 
 def open_base(folder: Path) -> None:
@@ -137,15 +116,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory: choose a smaller pool"),
     (lambda _: allocate_shared(1 << 62), "max_bytes: cannot allocate 4611686018427387904 bytes of shared memory: choose a smaller pool"),
     (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory; name a path where user {user} can create files"),
-    (
-        socket_is_a_directory,
-        "socket: {dir}/s exists and is not a socket: name another path for the socket, or move that file",
-    ),
     (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted; name a path where user {user} can create files"),
-    (
-        chunks_of_half_a_block,
-        "chunk_size is 3; expected a multiple of the 4 tokens of a block, such as 4",
-    ),
     (
         wrong_config_and_tier,
         ("kv_connector_extra_config: chunk_size is 0: expected a whole number of at least 1\n"
@@ -155,10 +126,6 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
         lambda _: load_daemon_config(None, {"socket": ""}),
         ("--socket: socket is '': expected the path of a socket, such as /run/kv/host.sock\n"
         "max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"),
-    ),
-    (
-        another_hash_key,
-        "hash_key: the hash key of the namespace (none) is not the configured one: create the namespace with hash_key=config.read_hash_key()",
     ),
     (
         lambda _: FAKES.load_class(TIERS, "no", Tier, where="tier no"),
