@@ -22,34 +22,6 @@ class WrongBytes(DictTier):
         return await super().get(other, allocate)
 
 
-class CollidingKeys(DictTier):
-    """Ignores half of each key."""
-
-    def short(self, key):
-        return key[:15] + b"\x00"
-
-    async def contains(self, key):
-        return await super().contains(self.short(key))
-
-    async def get(self, key, allocate):
-        return await super().get(self.short(key), allocate)
-
-    async def put(self, key, buffer):
-        await super().put(self.short(key), buffer)
-
-
-class WrongLength(DictTier):
-    """Returns whole pages, whatever the size of the record."""
-
-    async def get(self, key, allocate):
-        record = self.records.get(key)
-        if record is None:
-            return None
-        buffer = await allocate(-(-len(record) // 4096) * 4096)
-        buffer.view[: len(record)] = record
-        return buffer
-
-
 class CutsLongOnes(DictTier):
     """Truncates records at 64 KiB."""
 
@@ -73,13 +45,6 @@ class ReleasesCallersLease(DictTier):
     async def put(self, key, buffer):
         await super().put(key, buffer)
         buffer.release()
-
-
-class KeepsView(DictTier):
-    """Keeps the caller's memory instead of a copy."""
-
-    async def put(self, key, buffer):
-        self.records[key] = buffer.array  # outlives the lease
 
 
 class ChangesCallersBuffer(DictTier):
@@ -107,17 +72,6 @@ class LeaksOnCancel(DictTier):
         buffer = await super().get(key, allocate)
         await asyncio.sleep(0)
         return buffer
-
-
-class LeaksOnCancelledBatch(DictTier):
-    """Leaks the buffers received so far when a batch is cancelled."""
-
-    async def get_many(self, keys, allocate):
-        results = []
-        for key in keys:
-            results.append(await self.get(key, allocate))
-            await asyncio.sleep(0)
-        return results
 
 
 class ReadsAfterCancel(DictTier):
@@ -185,13 +139,6 @@ class PrefixOverHoles(DictTier):
 
     async def count_prefix(self, keys):
         return sum([await self.contains(key) for key in keys])
-
-
-class BatchOutOfOrder(DictTier):
-    """Returns the results of a batch in the order of the keys' values."""
-
-    async def get_many(self, keys, allocate):
-        return await super().get_many(sorted(keys), allocate)
 
 
 class BatchDropsMisses(DictTier):
@@ -314,15 +261,6 @@ class OtherMemory(DictTier):
             return await self.own.lease(nbytes, timeout_s=5)
 
         return await super().get(key, own)
-
-
-class MissIsAnError(DictTier):
-    """Raises an error for a miss."""
-
-    async def get(self, key, allocate):
-        if key not in self.records:
-            raise KeyError(key)
-        return await super().get(key, allocate)
 
 
 class NoMemoryBreaksBatch(DictTier):
