@@ -2,8 +2,8 @@
 
 A prompt is computed once (prefill) by a Llama with random weights. Its KV is in a paged cache, as in a serving
 engine, and lmcache-async stores it. The paged cache is cleared, the KV is loaded into other blocks, and decoding
-continues from there. The program prints the time of a prefill, the times of a load from host memory and from disk,
-and that of one contiguous copy of as many bytes. It checks the result:
+continues from there. The program prints the time of a prefill, the times of a load from host memory and from disk, and
+their limits: one contiguous copy of as many bytes, and plain reads of the files on the disk. It checks the result:
 
 - the loaded KV is equal to the computed KV, bit for bit;
 - logits decoded from it are equal to those of the whole text computed at once, within the precision of bfloat16.
@@ -18,11 +18,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import mmap
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ DECODED = 4  # tokens after the prompt, whose logits are compared
 REPEATS = 3  # times are the median of as many prefills and loads
 PIN_S = 120  # longest wait for the arena to be pinned
 BUS_BYTES = 1 << 30  # bytes of one contiguous copy; more are several, one after the other
+READERS, READ_BYTES = 8, 8 << 20  # threads of plain reads, and bytes of one read
 TOLERANCE = 0.1  # of logits, relative: with 10 results in each of 32 layers rounded to 2**-9, 3.5 % are usual
 LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}  # else the defaults
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
@@ -142,6 +146,7 @@ class Row:
         kv_bytes: Bytes of the prompt's KV.
         bus_s: Time of one contiguous copy of as many bytes from pinned host memory to the GPU.
         disk_s: Time of a load from disk; None if it is not measured yet.
+        read_s: Time of plain reads of the same files, past the page cache.
         kv_equal: The KV loaded from memory, and that loaded from disk, is bit-equal to the computed one.
         difference: Largest relative difference of logits after a load from those computed again.
         without_kv: The same if the KV is not loaded. It shows that the comparison would notice.
@@ -153,6 +158,7 @@ class Row:
     bus_s: float
     memory_s: float
     disk_s: float | None
+    read_s: float | None
     kv_equal: bool
     difference: float
     without_kv: float
@@ -209,6 +215,30 @@ async def bus_seconds(nbytes: int, device: str) -> float:
             target[part].copy_(source[part], non_blocking=True)
 
     return await timed(device, lambda: None, copy)
+
+
+def read_seconds(directory: str) -> float:
+    """Return the seconds of plain reads of all files in a directory, past the page cache if the file system can do that."""
+    files = [file for file in Path(directory).rglob("*") if file.is_file()]
+    with contextlib.ExitStack() as stack:
+        buffers = [stack.enter_context(mmap.mmap(-1, READ_BYTES)) for _ in range(READERS)]
+        for buffer in buffers:
+            buffer[:] = bytes(READ_BYTES)  # its pages exist before the first read
+        pool = stack.enter_context(ThreadPoolExecutor(READERS))
+        start = time.perf_counter()
+        list(pool.map(read_files, [files[first::READERS] for first in range(READERS)], buffers))
+        return time.perf_counter() - start
+
+
+def read_files(files: list[Path], buffer: mmap.mmap) -> None:
+    for file in files:
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            descriptor = os.open(file, os.O_RDONLY)
+        with os.fdopen(descriptor, "rb", buffering=0) as source:
+            while source.readinto(buffer) == READ_BYTES:
+                pass
 
 
 def relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -282,13 +312,14 @@ async def measure(model: Any, tokens: int, device: str, directory: str) -> Async
                 cache.set_length(tokens)
 
             loads[source] = await timed(device, cache.clear, load)
+        read_s = read_seconds(directory) if source == "disk" else None
         equal &= all(map(torch.equal, cache.read(tokens), computed))
         differences.append(relative(decode(model, rest, cache), expected))
-        times = (prefill_s, bus_s, loads["memory"], loads.get("disk"))
+        times = (prefill_s, bus_s, loads["memory"], loads.get("disk"), read_s)
         yield Row(tokens, kv_bytes, *times, equal, max(differences), without_kv)
 
 
-HEAD = "  tokens     KV MiB   prefill s  one copy s  load from memory s    load from disk s  KV equal  logits differ by"
+HEAD = "  tokens     KV MiB   prefill s  one copy s  load from memory s     reads s    load from disk s  KV equal  logits differ by"
 
 
 def line(row: Row) -> str:
@@ -296,7 +327,7 @@ def line(row: Row) -> str:
     logits = f"{100 * row.difference:.2f} % ({100 * row.without_kv:.0f} % without KV)"
     return (
         f"{row.tokens:8} {row.kv_bytes / 2**20:10.1f} {row.prefill_s:11.4f}  {row.bus_s:10.4f}"
-        f"  {memory:>18}  {disk:>18}  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
+        f"  {memory:>18}  {row.read_s or 0:10.4f}  {disk:>18}  {'yes' if row.kv_equal else 'NO':>8}  {logits}"
     )
 
 

@@ -104,6 +104,9 @@ def _example_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
             yield Target(
                 "prefill, ratio to a load from memory", where, row["prefill_s"] / row["memory_s"], least=10
             )
+            if row["disk_s"]:
+                share = row["read_s"] / row["disk_s"]
+                yield Target("load from disk, ratio to plain reads", where, share, least=0.9)
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -203,6 +206,7 @@ def _example(result: Mapping[str, Any]) -> list[str]:
         "load from memory s",
         "load from disk s",
         "one contiguous copy s",
+        "plain reads s",
         "KV bit-equal",
         "logits differ by",
     )
@@ -216,6 +220,9 @@ def _example(result: Mapping[str, Any]) -> list[str]:
             if row["disk_s"]
             else "-",
             f"{digits(row['bus_s'])} ({row['bus_s'] / row['memory_s']:.3f} of the load from memory)",
+            f"{digits(row['read_s'])} ({row['read_s'] / row['disk_s']:.3f} of the load from disk)"
+            if row["disk_s"]
+            else "-",
             "yes" if row["kv_equal"] else "NO",
             f"{100 * row['difference']:.2f} %",
         )
