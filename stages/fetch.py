@@ -12,18 +12,25 @@ from lmcache_async.tiers.stack import TierStack
 class FetchStage:
     """Reads the records of a batch, each from its tier. The first missing record ends the prefix.
 
-    A batch in host memory has no memory reserved to read chunks that were evicted since they were planned.
+    If a record has left its tier, or the tier fails, slower tiers are tried. A batch in host memory may be larger than
+    the memory that is reserved for it, half of `retrieve.max_in_flight_bytes`, so at most as much of it is read again.
     """
 
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
         self._stack = stack
         self._arena = arena
         self._timeout_s = config.retrieve.allocate_timeout_s
+        self._reserved_chunks = max(1, config.retrieve.max_in_flight_bytes // 2 // arena.slab_bytes)
 
     async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
         keys = [chunk.key for chunk in batch.chunks]
-        slower = not (batch.request.waited_for or batch.in_memory)
-        fetched = await self._stack.fetch(keys, batch.tiers, self._allocate, slower=slower)
+        fetched = await self._stack.fetch(
+            keys,
+            batch.tiers,
+            self._allocate,
+            slower=not batch.request.waited_for,
+            max_slower=self._reserved_chunks if batch.in_memory else None,
+        )
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)
         return FetchedBatch(

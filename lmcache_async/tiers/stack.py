@@ -214,7 +214,13 @@ class TierStack:
         return everything if len(lacking) == len(keys) or not answered else sorted(lacking)
 
     async def fetch(
-        self, keys: Sequence[ChunkKey], tiers: Sequence[int], allocate: Allocate, *, slower: bool = True
+        self,
+        keys: Sequence[ChunkKey],
+        tiers: Sequence[int],
+        allocate: Allocate,
+        *,
+        slower: bool = True,
+        max_slower: int | None = None,
     ) -> Fetched:
         """Read the chunks up to the first one that cannot be read, each from its planned tier.
 
@@ -225,9 +231,11 @@ class TierStack:
             tiers: For each key the index of its tier.
             allocate: Leases memory for records.
             slower: If the planned tier does not have a chunk, try slower tiers.
+            max_slower: Number of chunks for which slower tiers are tried; None for all.
         """
         got: list[Buffer | None] = [None] * len(keys)
         sources = list(tiers)
+        slower_left = 0 if not slower else len(keys) if max_slower is None else max_slower
 
         async def read(index: int, start: int, stop: int) -> None:
             got[start:stop] = await self._read(index, keys[start:stop], allocate)
@@ -245,11 +253,13 @@ class TierStack:
                     for part in parts:
                         group.create_task(read(*part))
             for position, planned in enumerate(tiers):
-                index = planned + 1
-                while got[position] is None and slower and index < len(self.tiers):
-                    await read(index, position, position + 1)
-                    sources[position] = index
-                    index += 1
+                if got[position] is None and slower_left:
+                    slower_left -= 1
+                    for index in range(planned + 1, len(self.tiers)):
+                        await read(index, position, position + 1)
+                        sources[position] = index
+                        if got[position] is not None:
+                            break
                 if got[position] is None:
                     break
         except BaseException:

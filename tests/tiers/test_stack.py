@@ -160,6 +160,21 @@ async def test_a_chunk_comes_from_its_planned_tier_or_a_slower_one_and_the_first
         check_and_release(fetched, range(len(tiers)))
 
 
+@pytest.mark.parametrize(
+    ("options", "tiers"),
+    [({}, (1, 0, 1, 1)), ({"max_slower": 2}, (1, 0, 1)), ({"slower": False}, ())],
+    ids=["any number", "two", "none"],
+)
+async def test_a_number_of_chunks_is_read_from_slower_tiers(arena, options, tiers):
+    async with Opened(arena, holding([1]), holding([0, 1, 2, 3])) as stack:
+        fetched = await stack.fetch(
+            [key_of(n) for n in range(4)], [0, 0, 0, 0], allocate_from(arena), **options
+        )
+
+        assert fetched.tiers == tiers
+        check_and_release(fetched, range(len(tiers)))
+
+
 async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
     faulty = FaultyTier(holding([0, 1, 2]))
     async with Opened(arena, faulty, holding([1])) as stack:
