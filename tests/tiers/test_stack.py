@@ -241,6 +241,18 @@ async def test_leading_chunks_with_memory_are_fetched_before_the_deadline_of_the
     arena.close()
 
 
+async def test_of_a_batch_in_memory_as_much_is_read_again_as_memory_is_reserved(arena):
+    batch, _ = loaded(4, resident=4)
+    config = load_config(
+        env={}, extra={"retrieve.batch_bytes": SLAB, "retrieve.max_in_flight_bytes": 4 * arena.slab_bytes}
+    )
+    async with Opened(arena, holding([]), holding([0, 1, 2, 3])) as stack:
+        fetched = await FetchStage(stack, arena, config)(batch)
+
+        assert (fetched.tiers, fetched.cause) == ((1, 1), "vanished")
+        check_and_release(fetched, [0, 1])
+
+
 @in_virtual_time
 async def test_a_decryption_without_memory_ends_before_the_deadline_of_the_retrieve():
     arena = small_arena(1)
