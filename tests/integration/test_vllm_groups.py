@@ -19,7 +19,6 @@ from tests.integration.model_families import (
     WINDOW,
     make_eagle3_head,
     make_eagle_head,
-    make_falcon_h1,
     make_gemma4,
     make_gpt_oss,
     make_granite4,
@@ -430,7 +429,6 @@ ALONE: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     ),
     "Mamba 1 beside attention": (make_jamba, {}),
     "Mamba 2 beside attention": (make_granite4, {}),
-    "Mamba 2 and attention in each layer": (make_falcon_h1, {}),
     "MLA": (
         make_mla_model,
         {"attention_backend": "CPU_MLA", "block_size": 16, "enable_prefix_caching": True},
