@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -96,8 +95,7 @@ class Copier(Protocol):
         """Wait for running copies and free all resources. A later copy raises EngineClosedError."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedJob:
+class CheckedJob(NamedTuple):
     """Job with int64 rows within bounds and a payload of the right length and form; -1 rows if `has_skips`."""
 
     rows: BlockIds
@@ -112,16 +110,21 @@ def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: boo
     low, high = _bounds(np.concatenate(rows)) if rows else (0, -1)
     if low < -1 or high >= layout.num_rows:
         _refuse_rows(layout, rows)
-    return [
-        CheckedJob(
-            ids, _payload(layout, index, job, len(ids), writes_payload), low < 0 and bool((ids < 0).any())
-        )
+    skips = [low < 0 and bool((ids < 0).any()) for ids in rows]
+    payloads = [
+        _payload(layout, index, job, len(ids), writes_payload)
         for index, (job, ids) in enumerate(zip(jobs, rows, strict=True))
     ]
+    return list(map(CheckedJob, rows, payloads, skips))
+
+
+_INT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint8)
 
 
 def _row_ids(index: int, job: CopyJob) -> BlockIds:
     rows = np.asarray(job.rows)
+    if rows.dtype is _INT64 and rows.ndim == 1 and rows.flags.c_contiguous:
+        return rows
     if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
         raise ValueError(
             f"job {index}: rows must be integers of shape (num_rows,), not {rows.dtype} {rows.shape}"
@@ -145,11 +148,12 @@ def _refuse_rows(layout: KVLayout, rows: Sequence[BlockIds]) -> None:
 def _payload(layout: KVLayout, index: int, job: CopyJob, num_rows: int, writes_payload: bool) -> Payload:
     payload = np.asarray(job.payload)
     expected = layout.payload_bytes(num_rows)
-    if payload.dtype != np.uint8 or payload.shape != (expected,) or not payload.flags.c_contiguous:
+    flags = payload.flags
+    if payload.dtype != _UINT8 or payload.shape != (expected,) or not flags.c_contiguous:
         raise ValueError(
             f"job {index}: {num_rows} rows need a contiguous uint8 payload of shape ({expected},), "
             f"not {payload.dtype} {payload.shape}"
         )
-    if writes_payload and not payload.flags.writeable:
+    if writes_payload and not flags.writeable:
         raise ValueError(f"job {index}: the payload is read-only")
     return payload

@@ -25,7 +25,7 @@ import torch
 from lmcache_async.device.copier import CheckedJob, CopyJob, DeviceEvent, Fence, Payload, check_jobs
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, open_mover
-from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
+from lmcache_async.device.plan import Int64s, Piece, PlaneTable, cut, segments
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread
@@ -167,20 +167,25 @@ class TorchStreams:
     """Streams of torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device.index  # torch takes 25 us to convert a device to its index
 
     def thread(self) -> Prepared:
-        return cuda_thread(self._device.index)
+        return cuda_thread(self._device)
 
     def open(self, priority: int) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def use(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # At its end `torch.cuda.stream` sets the device that was current before, and thereby creates a context
-        # there, if it is another one than that of the stream. `torch.cuda.device` does not.
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            yield
+        # `torch.cuda.stream` takes longer, and sets the device that was current before at its end, which creates a
+        # context there if it is another one than that of the stream. `torch.cuda.device` does not.
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream(self._device)
+            torch.cuda.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(before)
 
     def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
         # The reaper blocks on the event; the default would busy-wait.
@@ -208,6 +213,7 @@ class Part:
     staging: torch.Tensor
     table: torch.Tensor
     host_table: torch.Tensor  # pinned
+    positions: Int64s  # the memory of `host_table`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,13 +312,13 @@ class CudaCopier:
     ) -> None:
         if lane.closed:
             raise EngineClosedError("the copier is closed")
-        steps = self.mover.fill(part.host_table.numpy(), jobs, pieces)
-        entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
         to_host = lane is self._lanes.store
         with self._streams.use(part.stream):
-            part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
-            if not to_host:
+            if not to_host:  # first, so that the bus is busy while the table is filled
                 self._copy_payloads(part.staging, jobs, pieces, to_host=False)
+            steps = self.mover.fill(part.positions, jobs, pieces)
+            entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
+            part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
             if fence is not None:
                 self._streams.wait(part.stream, fence)
             self.mover.move(steps, part.table, part.staging, to_staging=to_host)
@@ -331,8 +337,8 @@ class CudaCopier:
                 spans = self._present(job, piece)
             payload = host_tensor(job.payload)
             for low, high in spans:
-                here = staging[place + low : place + high]
-                there = payload[piece.offset + low : piece.offset + high]
+                here = staging.narrow(0, place + low, high - low)
+                there = payload.narrow(0, piece.offset + low, high - low)
                 if to_host:
                     there.copy_(here, non_blocking=True)
                 else:
@@ -389,18 +395,20 @@ def open_cuda_copiers(
         for layout, mover in zip(layouts, movers, strict=True)
     )
     num_parts = min(PARTS, max(2, staging_bytes // part_bytes))
+
+    def new_part(priority: int) -> Part:
+        host_table = streams.pinned(words)
+        return Part(
+            stream=streams.open(priority),
+            staging=torch.empty(-(-part_bytes // 16) * 16, dtype=torch.uint8, device=device),
+            table=torch.empty(words, dtype=torch.int64, device=device),
+            host_table=host_table,
+            positions=host_table.numpy(),
+        )
+
     # All memory is allocated before a thread is started.
     stores, loads = (
-        [
-            Part(
-                stream=streams.open(priority),
-                staging=torch.empty(-(-part_bytes // 16) * 16, dtype=torch.uint8, device=device),
-                table=torch.empty(words, dtype=torch.int64, device=device),
-                host_table=streams.pinned(words),
-            )
-            for _ in range(num_parts)
-        ]
-        for priority in (store_priority, load_priority)
+        [new_part(priority) for _ in range(num_parts)] for priority in (store_priority, load_priority)
     )
     # The allocator may return memory that the current stream still writes to.
     allocated = streams.record_current()

@@ -64,7 +64,9 @@ class PlaneTable:
             blocks, offsets = np.divmod(rows, self._rows_per_block[part, None])
             where = self._bases[part, None] + blocks * self._block_strides[part, None]
             where += offsets * self._row_strides[part, None]
-        where[:, rows < 0] = -1
+        skipped = rows < 0
+        if skipped.any():
+            where[:, skipped] = -1
         return where.reshape(-1)[start - first * len(rows) : stop - first * len(rows)]
 
     def payload_offset(self, num_rows: int, entry: int) -> int:

@@ -143,21 +143,22 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
     @contextlib.contextmanager
     def noted(what, value):
         log.append((what, value))
-        yield
-        log.append(("end", what))
+        try:
+            yield
+        finally:
+            log.append(("end", what))
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: noted("device", device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream))
-    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device} before")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("stream", stream)))
 
-    with TorchStreams(device).use("side"):
-        log.append(("block", None))
+    with pytest.raises(KeyError), TorchStreams(torch.device("cuda", 1)).use("side"):
+        raise KeyError
 
     assert log == [
-        ("device", device),
+        ("device", 1),
         ("stream", "side"),
-        ("block", None),
-        ("end", "stream"),
+        ("stream", "stream of 1 before"),
         ("end", "device"),
     ]
 
