@@ -40,10 +40,11 @@ def run_logged(
             return None
         finally:
             if process.poll() is None:
-                _end_group(process)
+                end_group(process)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process, which leads a process group, and all of its children."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, kind)

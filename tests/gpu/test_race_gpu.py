@@ -25,3 +25,5 @@ async def test_a_copy_launches_one_kernel_for_each_part_and_waits_for_no_stream(
     assert len(calls) == 8
     assert {count["kernels"] for count in calls} == {1}  # one part
     assert {count["waits for streams"] for count in calls} == {0}
+    assert all(min(row["bus_idle_us"].values()) >= 0 for row in rows if "calls" in row)
+    assert all(row["compute_cycles"] > 0 for row in rows if "compute_slowdown" in row)

@@ -17,6 +17,9 @@ def statistics(worker: Any) -> dict[str, Any]:
         "running": sum(each.running for each in found),
         "pinned_chunks": sum(each.pinned_chunks for each in found),
         "leased_slabs": sum(each.arena.leased_slabs for each in found),
+        "pinned": all(
+            each.arena.pinned_bytes >= each.arena.num_slabs * each.arena.slab_bytes for each in found
+        ),
         "chunks": {name: sum(each.tiers[name].chunks for each in found) for name in found[0].tiers},
         "corrupt": sum(each.tiers["disk"].corrupt for each in found if "disk" in each.tiers),
         "counts": dict(sum((Counter(each.counts) for each in found), Counter[str]())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ class Running(Protocol):
 
     def milliseconds(self) -> float:
         """Wait for the last one and return the mean time of a product on the device, in milliseconds."""
+
+    def cycles(self) -> float:
+        """Return the mean cycles of a product by the clock of the multiprocessors; 0 if there is no such clock.
+
+        A GPU changes its clock with its power, which changes the time of a product and not its cycles. Called after
+        `milliseconds`.
+        """
 
 
 class Products(Protocol):
@@ -135,11 +143,12 @@ class _CudaProducts:
 
     def ask(self, count: int) -> Running:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        clocks = read_clocks(self._left.device)
         start.record()
         for _ in range(count):
             torch.mm(self._left, self._right, out=self._product)
         end.record()
-        return _CudaRunning(start, end, count)
+        return _CudaRunning(start, end, count, clocks, read_clocks(self._left.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +156,8 @@ class _CudaRunning:
     start: torch.cuda.Event
     end: torch.cuda.Event
     count: int
+    clocks_before: torch.Tensor
+    clocks_after: torch.Tensor
 
     def ended(self) -> bool:
         return bool(self.end.query())  # type: ignore[no-untyped-call]
@@ -154,6 +165,21 @@ class _CudaRunning:
     def milliseconds(self) -> float:
         self.end.synchronize()
         return float(self.start.elapsed_time(self.end)) / self.count
+
+    def cycles(self) -> float:
+        # A multiprocessor that ran none of the programs has no entry.
+        before, after = (dict(clocks.tolist()) for clocks in (self.clocks_before, self.clocks_after))
+        passed = [after[unit] - before[unit] for unit in before.keys() & after.keys()]
+        return float(statistics.median(passed)) / self.count
+
+
+def read_clocks(device: torch.device) -> torch.Tensor:
+    """Submit reads of the clocks of the multiprocessors: int64 of shape (programs, 2), each a number and its cycles."""
+    from tools.benchmarks.gpu_clock import PROGRAMS, read
+
+    clocks = torch.empty((PROGRAMS, 2), dtype=torch.int64, device=device)
+    read[(PROGRAMS,)](clocks, num_warps=1)
+    return clocks
 
 
 class HostGpu(Gpu):
@@ -206,6 +232,9 @@ class _HostRunning:
 
     def milliseconds(self) -> float:
         return self.mean_ms
+
+    def cycles(self) -> float:
+        return 0.0
 
 
 def available_bytes(meminfo: str) -> int:

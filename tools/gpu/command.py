@@ -107,6 +107,11 @@ def _example(options: Options, result: Path, seconds: float) -> list[str]:
     return [*command, "--tokens", QUICK_TOKENS] if options.quick else command
 
 
+def _vllm(options: Options, result: Path, seconds: float) -> list[str]:
+    command = ["-m", "tools.gpu.serving", "--json", str(result), "--seconds", f"{seconds:.0f}"]
+    return [*command, "--quick"] if options.quick else command
+
+
 def _measurement(name: str) -> Callable[[Options, Path, float], list[str]]:
     def command(options: Options, result: Path, seconds: float) -> list[str]:
         made = ["-m", "tools.gpu.measurements", name, "--device", options.device, "--json", str(result)]
@@ -137,6 +142,7 @@ PARTS = (
     Part("tests", "the tests marked gpu", 2.5, _tests, read_tests, interpret=False),
     Part("profile", "the copy path at every layout and block size", 2.0, _measurement("profile"), read_json),
     Part("example", "examples/transformers_generate.py at full size", 3.0, _example, read_json),
+    Part("vllm", "a real vLLM, if it is installed", 4.0, _vllm, read_json, interpret=False),
     Part("race", "stores, loads and compute with random delays", 0.75, _measurement("race"), read_json),
     Part("bench", "python -m tools.benchmarks gpu", 0.75, _measurement("bench"), read_json),
 )

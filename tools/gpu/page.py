@@ -77,17 +77,16 @@ def _profile_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
         row = choose((row for row in rows if key in row), key=lambda row: float(row[key]))
         return Target(name, f"{row['cache']}, {row['way']}", row[key], **limit)
 
-    def median(name: str, key: str, **limit: float) -> Target:
-        return Target(name, "median", statistics.median(row[key] for row in rows if key in row), **limit)
+    def medians(name: str, key: str, **limit: float) -> Iterator[Target]:
+        if found := [row[key] for row in rows if key in row]:
+            yield Target(name, "median", statistics.median(found), **limit)
 
     if not rows:
         return
     yield worst("paged copy, ratio to one contiguous copy", "ratio", least=0.97)
-    # A GPU changes its clocks with its power, so single figures of compute vary by 5 %.
-    yield median("time of compute beside copies, ratio to compute alone", "compute_slowdown", most=1.02)
-    yield median(
-        "the same, ratio to compute beside plain copies", "compute_slowdown_to_plain_copy", most=1.02
-    )
+    yield from medians("time of compute beside copies, ratio to compute alone", "compute_slowdown", most=1.02)
+    # A GPU changes its clock with its power. The cycles of compute do not depend on it.
+    yield from medians("cycles of compute beside copies, ratio to compute alone", "compute_cycles", most=1.02)
     yield worst("microseconds of a fence on the model's busy stream", "model_thread_us", most=100)
     waits = [(row["calls"]["waits for streams"] or 0, row) for row in rows if "calls" in row]
     if waits:
@@ -168,6 +167,19 @@ def _bench(result: Mapping[str, Any]) -> list[str]:
     return table(("", "", "unit", "limit", "", "ratio"), rows) + _left_out(result)
 
 
+BESIDE = {
+    "compute_slowdown": "compute beside it: time",
+    "compute_cycles": "cycles",
+    "beside_gb_per_s": "GB/s beside compute",
+    "compute_slowdown_by_plain_copy": "compute beside a plain copy: time",
+    "compute_cycles_by_plain_copy": "cycles",
+    "beside_gb_per_s_by_plain_copy": "GB/s beside compute",
+}
+"""Columns of compute beside copies: times and cycles as ratios to compute alone, and rates of the copies."""
+
+IDLE = ("before", "between", "after")
+
+
 def _profile(result: Mapping[str, Any]) -> list[str]:
     kinds = next((list(row["calls"]) for row in result["rows"] if "calls" in row), [])
     head = [
@@ -180,7 +192,7 @@ def _profile(result: Mapping[str, Any]) -> list[str]:
         "model's thread µs",
         "loop's thread ms",
     ]
-    head += ["time of compute beside it", "the same beside a plain copy: ratio", "pieces", *kinds]
+    head += [*BESIDE.values(), *(f"bus idle {when} µs" for when in IDLE), "pieces", *kinds]
     rows = []
     for row in result["rows"]:
         cells = [
@@ -191,7 +203,9 @@ def _profile(result: Mapping[str, Any]) -> list[str]:
             digits(row["limit_gb_per_s"]),
         ]
         cells += [f"{row['ratio']:.3f}", digits(row["model_thread_us"]), digits(row["loop_thread_ms"])]
-        cells += [f"{row['compute_slowdown']:.3f}", f"{row['compute_slowdown_to_plain_copy']:.3f}"]
+        cells += [f"{row[key]:.3f}" if key in row else "-" for key in BESIDE]
+        idle = row.get("bus_idle_us", {})
+        cells += [f"{idle[when]:.0f}" if when in idle else "-" for when in IDLE]
         calls = row.get("calls", {})
         counts = [calls.get(kind) for kind in kinds]
         rows.append([*cells, row.get("pieces", "-"), *("-" if count is None else count for count in counts)])
@@ -231,6 +245,38 @@ def _example(result: Mapping[str, Any]) -> list[str]:
     return table(head, rows)
 
 
+def _vllm(result: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == model]
+        names = list(rows[0]["ttft_s"])
+        lines += [f"Time to the first token with {model}, in s, and before the request's first step.", ""]
+        lines += table(
+            ("tokens", *names),
+            [
+                (row["tokens"], *(f"{digits(row['ttft_s'][n])} ({digits(row['wait_s'][n])})" for n in names))
+                for row in rows
+            ],
+        )
+        engines = result["engines"][model].items()
+        lines += [f"- {name}: {_engine_facts(engine['facts'])}" for name, engine in engines] + [""]
+    problems = [f"- {problem}" for problem in result["problems"]] + [""] * bool(result["problems"])
+    return lines + problems + _left_out(result)
+
+
+def _engine_facts(facts: Mapping[str, Any]) -> str:
+    return ", ".join(
+        [
+            f"vLLM {facts['vllm']}",
+            f"torch {facts['torch']}",
+            facts["worker"]["runner"],
+            facts["worker"]["backends"],
+            f"{facts['blocks']} blocks of {facts['block_size']}",
+            "asynchronous scheduling" if facts["async_scheduling"] else "no asynchronous scheduling",
+        ]
+    )
+
+
 def _race(result: Mapping[str, Any]) -> list[str]:
     counts = [(name, f"{count:,}" if name != "seed" else count) for name, count in result["counts"].items()]
     lines = table(("", ""), [*counts, ("problems", len(result["problems"]))])
@@ -246,4 +292,11 @@ def digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-SECTIONS = {"tests": _tests, "bench": _bench, "profile": _profile, "example": _example, "race": _race}
+SECTIONS = {
+    "tests": _tests,
+    "bench": _bench,
+    "profile": _profile,
+    "example": _example,
+    "vllm": _vllm,
+    "race": _race,
+}

@@ -6,16 +6,17 @@ by torch's profiler, which slows down everything after it. `page.targets` has th
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_async.bench.measure import Case, Frame, Row
-from tools.benchmarks.gpu import IN, OUT, Copies, Shape, load_cases, rate, refusal, shapes
+from lmcache_async.bench.measure import Case, Frame
+from tools.benchmarks.gpu import IN, OUT, Copies, Copy, Shape, rate, refusal, shapes
 from tools.benchmarks.gpu_device import Gpu, HostBytes, Products
 
 WAITS = {
@@ -24,6 +25,9 @@ WAITS = {
     "waits for the device": ("cudaDeviceSynchronize", "cuCtxSynchronize"),
 }
 """Names of CUDA calls that block a thread. The threads of the lanes wait for events; the profiler itself waits for the device."""
+
+COPY = "lmcache-async copy"
+"""Name of the profiled span of a copy, from the call to its end on the event loop."""
 
 KINDS = ("kernels", "copies", *WAITS)
 
@@ -38,6 +42,7 @@ class Settings:
         chunks: Chunks of a batch.
         layers: Layers of each model; 0 for its own number.
         products: Matrix products of one measurement of the compute load.
+        beside_block_size: The block size with which compute beside copies is measured.
     """
 
     models: tuple[str, ...] = ("llama-8b", "deepseek-mla")
@@ -45,8 +50,9 @@ class Settings:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     chunks: int = 128
     layers: int = 0
-    products: int = 40
+    products: int = 150
     product_size: int = 8192
+    beside_block_size: int = 16
 
 
 QUICK = Settings(
@@ -78,7 +84,7 @@ async def profile(
         return
     with gpu.pin(max(shape.chunk_bytes for shape in chosen) * settings.chunks) as host:
         # The clocks of an idle GPU need a second to rise.
-        gpu.products(settings.product_size).ask(15 * settings.products).milliseconds()
+        gpu.products(settings.product_size).ask(4 * settings.products).milliseconds()
         measured = []
         for shape in chosen:
             if time.monotonic() > deadline:
@@ -128,14 +134,13 @@ async def _measure(
         ]
         rates = {row.name: row for row in await frame.compare(cases)}
         products = gpu.products(settings.product_size)
-        beside = load_cases(copies, products, settings.products, chunks, priority=0)
-        loads = await frame.compare([case for case in beside if case.name.startswith("product beside")])
-        slow = {way: _ratio(loads, f"product beside {way}", "product alone") for way in (OUT, IN)}
-        plain = {way: _ratio(loads, f"product beside {way}", "product beside memcpy") for way in (OUT, IN)}
         rows = []
         for way in (OUT, IN):
             fence_us = _fence_us(copies, products, settings.products)
             loop_ms = await _loop_ms(copies, way, chunks)
+            beside = {}
+            if shape.block_size == settings.beside_block_size:
+                beside = await _beside(copies, products, settings.products, way, chunks, frame.rounds)
             rows.append(
                 {
                     "cache": _name(shape),
@@ -148,15 +153,55 @@ async def _measure(
                     "ratio": rates[way].ratio,
                     "model_thread_us": fence_us,
                     "loop_thread_ms": loop_ms,
-                    "compute_slowdown": slow[way],
-                    "compute_slowdown_to_plain_copy": plain[way],
+                    **beside,
                 }
             )
         return rows
 
 
-def _ratio(rows: Sequence[Row], name: str, limit: str) -> float:
-    return next(float(row.ratio) for row in rows if row.name.startswith(name) and row.limit_name == limit)
+async def _beside(
+    copies: Copies, products: Products, count: int, way: str, chunks: int, rounds: int
+) -> dict[str, float]:
+    """Measure products alone, beside the copier's copies, and beside plain copies of the same pieces.
+
+    Returns:
+        Medians over the rounds: the ratios of the times and of the cycles of a product to those of one alone in the
+        same round, and the rate of the copies beside the products in GB/s.
+    """
+    paged = copies.paged(way, chunks, fenced=False)
+    plain = copies.plain(way, copies.pieces(chunks))
+    nbytes = copies.nbytes(chunks)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        alone = await _products(products, count, None, 0)
+        for copy, suffix in ((paged, ""), (plain, "_by_plain_copy")):
+            beside = await _products(products, count, copy, nbytes)
+            found.setdefault(f"compute_slowdown{suffix}", []).append(beside.milliseconds / alone.milliseconds)
+            found.setdefault(f"beside_gb_per_s{suffix}", []).append(beside.gb_per_s)
+            if alone.cycles:
+                found.setdefault(f"compute_cycles{suffix}", []).append(beside.cycles / alone.cycles)
+    return {name: statistics.median(taken) for name, taken in found.items()}
+
+
+class _Beside(NamedTuple):
+    """Time and cycles of one product, and the rate of the copies meanwhile."""
+
+    milliseconds: float
+    cycles: float
+    gb_per_s: float
+
+
+async def _products(products: Products, count: int, copy: Copy | None, nbytes: int) -> _Beside:
+    """Run products while copies of `nbytes` follow each other. Their rate is that of the copies that end meanwhile."""
+    running = products.ask(count)
+    start, ends = time.perf_counter(), list[float]()
+    while copy is not None and not running.ended():
+        await copy()
+        ends.append(time.perf_counter() - start)
+    milliseconds = running.milliseconds()
+    meanwhile = ends[:-1] or ends  # the products ended during the last one
+    rate = nbytes * len(meanwhile) / meanwhile[-1] / 1e9 if meanwhile else 0.0
+    return _Beside(milliseconds, running.cycles(), rate)
 
 
 def _fence_us(copies: Copies, products: Products, count: int) -> float:
@@ -188,16 +233,59 @@ async def _count(settings: Settings, gpu: Gpu, shape: Shape, host: HostBytes) ->
             copy = copies.paged(way, chunks)
             await copy()
             calls: dict[str, int | None] = dict.fromkeys(KINDS)
+            idle: dict[str, float] = {}
             if gpu.device.type == "cuda":
                 kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
                 # Without acc_events some versions of torch warn.
-                with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
+                with (
+                    torch.profiler.profile(activities=kinds, acc_events=True) as profiler,
+                    torch.profiler.record_function(COPY),
+                ):
                     await copy()
-                events = profiler.events() or ()
-                calls |= count_calls((event.name, event.device_type.name == "CUDA") for event in events)
+                events = [
+                    Event(
+                        event.name,
+                        event.device_type.name == "CUDA",
+                        event.time_range.start,
+                        event.time_range.end,
+                    )
+                    for event in profiler.events() or ()
+                ]
+                calls |= count_calls((event.name, event.on_device) for event in events)
+                idle = idle_bus(events, way)
             pieces = len(copies.pieces(chunks))
-            rows.append({"cache": _name(shape), "way": way, "pieces": pieces, "calls": calls})
+            rows.append(
+                {"cache": _name(shape), "way": way, "pieces": pieces, "calls": calls, "bus_idle_us": idle}
+            )
     return rows
+
+
+class Event(NamedTuple):
+    """Profiled event; times in microseconds."""
+
+    name: str
+    on_device: bool
+    start: float
+    end: float
+
+
+def idle_bus(events: Sequence[Event], way: str) -> dict[str, float]:
+    """Return the microseconds of a copy in which nothing crosses the bus: before, between and after its transfers.
+
+    The profiler slows down the host, so that all are upper limits.
+    """
+    transfer = "Memcpy DtoH" if way == OUT else "Memcpy HtoD"
+    whole = next((event for event in events if event.name == COPY and not event.on_device), None)
+    spans = sorted(
+        (event.start, event.end) for event in events if event.on_device and event.name.startswith(transfer)
+    )
+    if whole is None or not spans:
+        return {}
+    end, between = spans[0][0], 0.0
+    for start, stop in spans:
+        between += max(0.0, start - end)
+        end = max(end, stop)
+    return {"before": spans[0][0] - whole.start, "between": between, "after": whole.end - end}
 
 
 def count_calls(events: Iterable[tuple[str, bool]]) -> dict[str, int]:
@@ -208,6 +296,8 @@ def count_calls(events: Iterable[tuple[str, bool]]) -> dict[str, int]:
     """
     counts = Counter[str]()
     for name, on_device in events:
+        if name == COPY:
+            continue  # on the device too, once for each stream
         if on_device:
             counts["copies" if name.startswith(("Memcpy", "Memset")) else "kernels"] += 1
         else:
