@@ -5,6 +5,7 @@ An entry is one row of one plane. The entries of a job are numbered `[plane][row
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +47,9 @@ class PlaneTable:
 
     def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0, unit: int = 1) -> None:
         self.row_bytes = np.array([plane.row_bytes for plane in planes], np.int64)
-        self.starts = np.concatenate(([0], np.cumsum(self.row_bytes)))  # bytes of a row before each plane
+        # As lists, because NumPy takes a microsecond for a single number.
+        self._sizes = [plane.row_bytes for plane in planes]
+        self.starts = [0, *itertools.accumulate(self._sizes)]  # bytes of a row before each plane
         bases = np.array([plane.base for plane in planes], np.int64) - np.asarray(origins, np.int64)
         self._bases = bases // unit
         self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64) // unit
@@ -72,16 +75,16 @@ class PlaneTable:
     def payload_offset(self, num_rows: int, entry: int) -> int:
         """Return the bytes before `entry` in the payload of a job of `num_rows` rows."""
         plane, row = divmod(entry, num_rows)
-        if plane == len(self.row_bytes):
-            return int(self.starts[-1]) * num_rows
-        return int(self.starts[plane]) * num_rows + row * int(self.row_bytes[plane])
+        if plane == len(self._sizes):
+            return self.starts[-1] * num_rows
+        return self.starts[plane] * num_rows + row * self._sizes[plane]
 
     def entry_at(self, num_rows: int, offset: int) -> int:
         """Return the entry of payload byte `offset`; at the end of the payload, the number of entries."""
-        plane = int(np.searchsorted(self.starts, offset // num_rows, side="right")) - 1
-        if plane == len(self.row_bytes):
+        plane = bisect.bisect_right(self.starts, offset // num_rows) - 1
+        if plane == len(self._sizes):
             return plane * num_rows
-        return plane * num_rows + (offset - int(self.starts[plane]) * num_rows) // int(self.row_bytes[plane])
+        return plane * num_rows + (offset - self.starts[plane] * num_rows) // self._sizes[plane]
 
 
 class PlaneGroup:
@@ -160,7 +163,7 @@ def cut(
 def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, int]) -> list[Piece]:
     """Return all rows of the planes (first, last exclusive), one piece for each job that has rows."""
     low, high = planes
-    before, inside = int(table.starts[low]), int(table.starts[high] - table.starts[low])
+    before, inside = table.starts[low], table.starts[high] - table.starts[low]
     return [
         Piece(job, low * count, high * count, before * count, inside * count)
         for job, count in enumerate(num_rows)
