@@ -93,7 +93,6 @@ class CacheEngine:
             timeout_s=config.retrieve.timeout_s,
             spawn=self._spawn,
         )
-        self.memory = MemoryLookups(parts.stack) if parts.stack.tiers else None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -279,6 +278,10 @@ class CacheEngine:
         """
         self._check_open()
         return await self._lookups.first(runs, lookup_id)
+
+    def memory_lookup(self) -> MemoryLookups | None:
+        """Return a lookup for one prompt in what is in host memory, for any thread; None without a tier."""
+        return MemoryLookups(self._parts.stack) if self._parts.stack.tiers else None
 
     def unpin(self, lookup_id: str) -> None:
         """Release the pins of a lookup. Unknown ids are ignored."""

@@ -95,25 +95,24 @@ class Pins:
 
 
 class MemoryLookups:
-    """Lookups of what the fastest tier has in the arena at the moment. For any thread; no call suspends.
+    """Lookups of one prompt in what the fastest tier has in the arena at the moment. For any thread; no call suspends.
 
     Nothing is leased, so a chunk may be evicted before it is used. In the results `pinned` is the number of chunks in
     the arena.
+
+    Attributes:
+        certain: Whether no tier has what was not found so far, as each of them knows without a query.
     """
 
     def __init__(self, stack: TierStack) -> None:
-        self._id = stack.tiers[0].id
-        self._tier = stack.tiers[0].tier
-        self._alone = len(stack.tiers) == 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether a chunk that is not found is not stored at all: this tier has an index of its records, and there is no other."""
-        return self._alone and self._tier.count_in_memory(()) is not None
+        first, *others = stack.tiers
+        self._id, self._tier = first.id, first.tier
+        self._others = [stacked.tier for stacked in others]
+        self.certain = True
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
         del lookup_id
-        count = self._tier.count_in_memory(keys)
+        count = self._count(keys)
         if not count:
             return LookupResult(count=0, by_tier={})
         return LookupResult(count, {self._id: count}, pinned=count, costs=((count, 0.0),))
@@ -123,9 +122,17 @@ class MemoryLookups:
     ) -> FirstPresent | None:
         del lookup_id
         for position, run in enumerate(runs):
-            if self._tier.count_in_memory(run) == len(run):
+            if self._count(run) == len(run):
                 return FirstPresent(position, len(run))
         return None
+
+    def _count(self, keys: Sequence[ChunkKey]) -> int:
+        found = self._tier.count_in_memory(keys)
+        count = found or 0
+        if count < len(keys):
+            missing = keys[count]
+            self.certain &= found is not None and all(tier.lacks(missing) for tier in self._others)
+        return count
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -321,6 +321,15 @@ class Tier(ABC, Generic[ConfigT]):
             removed += check_flag("remove", await self.remove(key))
         return removed
 
+    def lacks(self, key: ChunkKey) -> bool:
+        """Return whether the chunk is known not to be stored now. The default is False: unknown.
+
+        Like `count_in_memory` it is called from any thread, also at the same time as other methods, and must not wait. A
+        tier with a `local_index` can answer from it, and vLLM then need not wait for a lookup of a new prompt.
+        """
+        del key
+        return False
+
     def count_in_memory(self, keys: Sequence[ChunkKey]) -> int | None:
         """Count the leading keys that a tier with the capability `in_arena` has now. The default is None: unknown.
 

@@ -359,6 +359,19 @@ class TierHandle:
             self._report_error("count_in_memory", error)
             return None
 
+    def lacks(self, key: ChunkKey) -> bool:
+        """Return whether the tier knows that it does not have the chunk. For any thread; no layer is called.
+
+        False if a third-party layer may change the answers of a lookup, and if the tier fails.
+        """
+        if not all(type(layer).__module__.startswith(_BUNDLED) for layer in self.layers):
+            return False
+        try:
+            return check_flag("lacks", self._tier.lacks(key))
+        except BaseException as error:  # noqa: BLE001  # of a plug-in
+            self._report_error("lacks", error)
+            return False
+
     def statistics(self) -> TierStatistics:
         """Return the statistics of the tier; the last valid ones if it does not return any now."""
         found = self._value("statistics", lambda: self._tier.statistics(), TierStatistics)

@@ -101,6 +101,9 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
     async def contains(self, key: ChunkKey) -> bool:
         return key in self._usable().index
 
+    def lacks(self, key: ChunkKey) -> bool:
+        return key not in self._usable().index
+
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
         index = self._usable().index
         index.policy.touch(keys, gapless=False)

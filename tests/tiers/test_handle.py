@@ -123,6 +123,30 @@ def test_only_a_valid_answer_of_a_tier_without_other_layers_is_a_count_in_memory
     assert tier.count_in_memory([KEY, KEY]) == found
 
 
+@pytest.mark.parametrize(
+    ("answer", "layered", "found"),
+    [
+        (True, False, True),
+        (False, False, False),
+        ("yes", False, False),
+        (ValueError("odd"), False, False),
+        (True, True, False),
+    ],
+    ids=["lacking", "unknown", "no answer", "error", "third-party layer"],
+)
+def test_only_a_valid_answer_of_a_tier_without_other_layers_is_a_certain_miss(answer, layered, found):
+    class Knowing(DictTier):
+        def lacks(self, key):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    logger = LimitedLogger(logging.getLogger("test"))
+    layers = [MetricsLayer(LayerConfig(), context()), *[_Broken(None)] * layered]
+
+    assert TierHandle(Knowing(), name="t", timeout_s=5, logger=logger, layers=layers).lacks(KEY) is found
+
+
 class _Broken(Layer):
     """A third-party layer that passes each call to a function."""
 

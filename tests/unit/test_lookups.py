@@ -54,7 +54,7 @@ async def test_a_lookup_in_memory_finds_the_same_and_pins_nothing():
     async with rig.open() as engine:
         await store(rig, engine)
         keys, others = keys_of(engine), keys_of(engine, OTHERS)
-        memory = engine.memory
+        memory = engine.memory_lookup()
 
         assert await memory.lookup_keys(keys) == replace(await engine.lookup_keys(keys), pinned=5)
         assert (await memory.lookup_keys([*keys[:2], *others])).count == 2
@@ -65,11 +65,38 @@ async def test_a_lookup_in_memory_finds_the_same_and_pins_nothing():
 
 
 @pytest.mark.parametrize(
-    ("tiers", "complete"), [(["cpu"], True), (["cpu", "dict"], False), (["dict"], False)]
+    ("tiers", "certain"),
+    [(["cpu"], True), (["cpu", "disk"], True), (["cpu", "dict"], False), (["dict"], False)],
 )
-async def test_a_lookup_in_memory_is_complete_if_there_is_no_other_tier(tiers, complete):
-    async with Rig().open(tiers=tiers, registry=Made().registry) as engine:
-        assert engine.memory.complete == complete
+async def test_a_miss_in_memory_is_certain_if_all_other_tiers_know_what_they_lack(tiers, certain, tmp_path):
+    disk = {"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}
+    made = [disk if name == "disk" else name for name in tiers]
+    async with Rig().open(tiers=made, registry=Made().registry) as engine:
+        lookups = [engine.memory_lookup() for _ in range(2)]
+
+        await lookups[0].lookup_keys(keys_of(engine, OTHERS))
+        await lookups[1].first_present([keys_of(engine, OTHERS)])
+
+        assert [lookup.certain for lookup in lookups] == [certain, certain]
+
+
+async def test_a_miss_in_memory_of_a_chunk_on_disk_is_not_certain(tmp_path):
+    rig = Rig(slabs=32)
+    disk = {"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}
+    async with rig.open(tiers=["cpu", disk]) as engine:
+        await store(rig, engine)
+        keys, others = keys_of(engine), keys_of(engine, OTHERS)
+    async with rig.open(tiers=["cpu", disk]) as engine:
+        for look_up, certain in (
+            (lambda memory: memory.lookup_keys(keys), False),
+            (lambda memory: memory.lookup_keys([*others, *keys]), True),
+            (lambda memory: memory.first_present([others, keys]), False),
+            (lambda memory: memory.first_present([[*keys[:1], *others]]), False),
+        ):
+            memory = engine.memory_lookup()
+            await look_up(memory)
+            assert memory.certain is certain
+        assert (await engine.lookup_keys(keys)).count == len(keys)
 
 
 async def test_no_more_is_pinned_than_there_is_room_for():

@@ -267,7 +267,8 @@ class LookupClient:
         """Look a new request up in memory of this process, on the calling thread. `keys` must not have been used.
 
         The answer is that of `ask`, but nothing is pinned, so it holds for the current step only. None if the worker runs
-        in another process, if other tiers may have more, or if more than one query were needed; then use `ask`.
+        in another process, if a tier may have more and cannot say so at once, or if more than one query were needed;
+        then use `ask`.
         """
         identity = self.ranks[0].identity
         if self._local is None or identity is None or not self.ready:
@@ -793,8 +794,8 @@ class Query:
         return await self._with_boundary(keys, lookup, answer)
 
     def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
-        """The answer from what the only rank, in this process, has in memory; None if it cannot be had from one message."""
-        memory = server.memory
+        """The answer from what the only rank, in this process, knows at once; None if that is not sure to be all of it."""
+        memory = server.memory()
         if memory is None or not self._has_chunks:
             return None
         local = _LocalRank(lambda message: server.answer(message, memory))
@@ -805,7 +806,7 @@ class Query:
         if self._bounded and hit and answer.boundary is None:
             return None
         whole = hit > lookup.num_tokens - bool(self._bounded) - unit
-        return answer if whole or memory.complete else None
+        return answer if whole or memory.certain else None
 
     async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
         """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned."""

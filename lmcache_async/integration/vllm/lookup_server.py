@@ -308,7 +308,7 @@ class LookupServer:
     """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
 
     `address` is the path of the socket, or the host to listen at over TCP. `clear` is called with the new epoch and
-    whether only memory is cleared. `memory` looks up what is in host memory, on any thread. `tcp_address` is known once
+    whether only memory is cleared. `memory` returns a lookup in host memory for any thread. `tcp_address` is known once
     the server is started.
     """
 
@@ -319,7 +319,7 @@ class LookupServer:
         address: Path | str,
         *,
         clear: Callable[[int, bool], Awaitable[int]],
-        memory: MemoryLookups | None = None,
+        memory: Callable[[], MemoryLookups | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self.memory = memory

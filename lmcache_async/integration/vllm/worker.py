@@ -693,7 +693,7 @@ class RankEngine:
             notices=self._notices,
         )
         self.server = LookupServer(
-            engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory
+            engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory_lookup
         )
         return self.server
 

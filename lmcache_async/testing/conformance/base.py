@@ -87,7 +87,9 @@ class TierRig:
         return await self.tier.get_many([key_of(number) for number in numbers], allocate or self.allocate)
 
     async def contains(self, number: int) -> bool:
-        return await self.tier.contains(key_of(number))
+        found = await self.tier.contains(key_of(number))
+        assert not (found and self.tier.lacks(key_of(number))), "lacks and contains contradict each other"
+        return found
 
     async def remove(self, number: int) -> bool:
         return await self.tier.remove(key_of(number))

@@ -55,6 +55,23 @@ MODEL_NAMES = [
 ]
 
 
+@pytest.mark.parametrize(("stored", "scheduled"), [(False, 200), (True, 0)])
+def test_a_prompt_that_no_tier_has_begins_in_its_first_step(
+    simulators: Simulators, tmp_path: Path, stored: bool, scheduled: int
+):
+    """The index of the disk tier is in memory. A prompt whose beginning is only on disk is looked up."""
+    options = {"tiers": ["cpu", {"name": "disk", "path": str(tmp_path / "disk"), "max_bytes": "1GiB"}]}
+    first, known = simulators.stored(options, num_tokens=200)
+    first.close()
+    simulators.made.remove(first)
+    sim = simulators(options)
+
+    sim.add("new", known if stored else prompt(200, seed=9))
+    output = sim.scheduler.schedule()
+
+    assert output.total_num_scheduled_tokens == scheduled
+
+
 def test_the_next_turn_of_a_conversation_finds_the_last_one_s_answer(simulators: Simulators):
     sim = simulators()
     tokens = prompt(100)

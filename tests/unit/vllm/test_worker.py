@@ -40,7 +40,6 @@ class Engine:
         self.copier = self
         self.fences = 0
         self.metrics = EngineMetrics()
-        self.memory = None
         self.retrieved: list[Any] = []
         self.stored: list[Any] = []
         self.cleared: list[bool] = []
@@ -68,6 +67,9 @@ class Engine:
             raise self.error
         request.on_copied()
         return self.store_report
+
+    def memory_lookup(self) -> None:
+        return None
 
     async def clear(self, *, memory_only: bool = False) -> int:
         self.cleared.append(memory_only)
