@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import queue
 import threading
 from collections import deque
@@ -30,6 +31,8 @@ from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread
 from lmcache_async.memory.threads import run_shielded
+
+logger = logging.getLogger(__name__)
 
 PARTS = 4
 """Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""
@@ -163,8 +166,21 @@ class Streams(Protocol):
         """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
+PROBE_CYCLES = 2_000_000
+"""Cycles of one of the kernels that probe a stream, about a millisecond."""
+
+PROBES = 8
+"""Streams that are probed at most for one that is opened."""
+
+
 class TorchStreams:
-    """Streams of torch.cuda."""
+    """Streams of torch.cuda.
+
+    CUDA maps streams to few hardware queues, 8 by default, and work in one queue starts in the order of its submission
+    (https://docs.nvidia.com/cuda/cuda-programming-guide/, environment variable CUDA_DEVICE_MAX_CONNECTIONS). A side
+    stream in the queue of the model's stream would wait for all work that the model has submitted. Eight consecutive streams
+    of torch are in all queues, so that one of the streams of the parts would be. The streams are therefore probed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index  # torch takes 25 us to convert a device to its index
@@ -173,7 +189,39 @@ class TorchStreams:
         return cuda_thread(self._device)
 
     def open(self, priority: int) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+        for _ in range(PROBES):
+            stream = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+            if self.overtakes(stream):
+                break
+        else:
+            logger.warning(
+                "no CUDA stream of priority %d is independent of the model's stream: copies wait for the model. A higher"
+                " CUDA_DEVICE_MAX_CONNECTIONS may help",
+                priority,
+            )
+        return stream
+
+    def overtakes(self, stream: torch.cuda.Stream) -> bool:
+        """Return whether work on `stream` runs beside work that was submitted to the current stream before.
+
+        It waits for all work on the current stream. In one queue, the kernel of `stream` could start only after the third of
+        the kernels before it, and that one only after the first two.
+        """
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            current.synchronize()
+            begun, first, own = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+            begun.record(current)
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+            first.record(current)
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+            with self.use(stream):
+                torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+                own.record(stream)
+            current.synchronize()
+            own.synchronize()
+            return bool(begun.elapsed_time(own) < begun.elapsed_time(first))
 
     @contextlib.contextmanager
     def use(self, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from lmcache_async.device import cuda
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import Lane, LaneStatistics, TorchStreams, open_cuda_copiers
+from lmcache_async.device.cuda import PARTS, Lane, LaneStatistics, TorchStreams, open_cuda_copiers
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
@@ -161,6 +162,68 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
         ("stream", "stream of 1 before"),
         ("end", "device"),
     ]
+
+
+class FakeCuda:
+    """Streams of torch.cuda on hardware queues: work in one queue starts in the order of its submission.
+
+    Args:
+        queues: Number of queues. The current stream is in queue 0, created streams are in 0, 1, 2 and so on.
+    """
+
+    def __init__(self, queues: int) -> None:
+        self._starts = [0] * queues  # of the last work in each queue
+        self._created = 0
+        self.current = SimpleNamespace(queue=0, end=0, synchronize=lambda: None)
+
+    def Stream(self, device, priority):
+        queue = self._created % len(self._starts)
+        self._created += 1
+        return SimpleNamespace(queue=queue, end=0, synchronize=lambda: None)
+
+    def current_stream(self, device):
+        return self.current
+
+    def set_stream(self, stream):
+        self.current = stream
+
+    def device(self, device):
+        return contextlib.nullcontext()
+
+    def _sleep(self, cycles):
+        start = max(self.current.end, self._starts[self.current.queue])
+        self._starts[self.current.queue] = start
+        self.current.end = start + cycles
+
+    def Event(self, enable_timing):
+        event = SimpleNamespace(time=0, synchronize=lambda: None)
+        event.record = lambda stream: setattr(event, "time", stream.end)
+        event.elapsed_time = lambda other: other.time - event.time
+        return event
+
+
+def test_no_stream_in_the_hardware_queue_of_the_model_is_used(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FakeCuda(queues=8))
+    streams = TorchStreams(torch.device("cuda", 0))
+
+    opened = [streams.open(0) for _ in range(2 * PARTS)]
+
+    assert 0 not in {stream.queue for stream in opened}
+
+
+def test_if_there_is_one_hardware_queue_it_is_used_and_reported(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "cuda", FakeCuda(queues=1))
+
+    assert TorchStreams(torch.device("cuda", 0)).open(0).queue == 0
+    assert "no CUDA stream of priority 0 is independent of the model's stream" in caplog.text
+
+
+@pytest.mark.gpu
+def test_side_streams_overtake_work_of_the_current_stream():
+    streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
+
+    assert all(streams.overtakes(streams.open(0)) for _ in range(2 * PARTS))
+    assert not streams.overtakes(torch.cuda.current_stream())
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():
