@@ -218,14 +218,6 @@ def test_if_there_is_one_hardware_queue_it_is_used_and_reported(monkeypatch, cap
     assert "no CUDA stream of priority 0 is independent of the model's stream" in caplog.text
 
 
-@pytest.mark.gpu
-def test_side_streams_overtake_work_of_the_current_stream():
-    streams = TorchStreams(torch.device("cuda", torch.cuda.current_device()))
-
-    assert all(streams.overtakes(streams.open(0)) for _ in range(2 * PARTS))
-    assert not streams.overtakes(torch.cuda.current_stream())
-
-
 async def test_copiers_of_several_layouts_share_streams_and_staging():
     """Their rows differ in size, and their movers need tables of different widths."""
     caches = CacheForm(layers=3).build(8), CacheForm(heads=1).build(6, seed=1)
