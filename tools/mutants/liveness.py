@@ -191,4 +191,18 @@ WAITS = (
         "return tuple(tiers), cause",
         ("tests/tiers/test_plan.py",),
     ),
+    Mutation(
+        "a lookup in memory is sure although a tier may have the chunk",
+        "lmcache_async/engine/lookup.py",
+        "found is not None and all(tier.lacks(missing) for tier in self._others)",
+        "found is not None",
+        ("tests/unit/test_lookups.py",),
+    ),
+    Mutation(
+        "a CUDA stream in the hardware queue of the model is used",
+        "lmcache_async/device/cuda.py",
+        "            if self.overtakes(stream):\n                break",
+        "            break",
+        ("tests/unit/test_copier_cuda.py",),
+    ),
 )
