@@ -99,8 +99,13 @@ class Stores:
                 ' {"name": "valkey", "url": "valkey://host:6379"}'
             )
         registry = Registry()
-        plugins = registry.available(TIERS, third_party=self.third_party).values()
-        for plugin in sorted(plugins, key=lambda plugin: (not plugin.bundled, plugin.name)):
+        plugins = registry.available(TIERS, third_party=self.third_party)
+        if str(path) in plugins and not path.exists():
+            raise ConfigError(
+                f"{path} is the name of a tier, and there is no such directory: name a tier by its id in --config, or as"
+                f' JSON, such as {{"name": "{path}", ...}}; write {path.absolute()} for a new directory'
+            )
+        for plugin in sorted(plugins.values(), key=lambda plugin: (not plugin.bundled, plugin.name)):
             try:
                 tier_class = registry.load_class(
                     TIERS, plugin.name, Tier, where=str(path), third_party=self.third_party

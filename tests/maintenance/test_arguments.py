@@ -55,6 +55,10 @@ ADDRESSES = (
             "copy cache valkey://host:6379",
             'tier as JSON, such as {"name": "valkey", "url": "valkey://host:6379"}',
         ),
+        (
+            "copy cache valkey",
+            "valkey is the name of a tier, and there is no such directory: name a tier by its id in",
+        ),
         ("copy ./cache s3://b/kv --config kv.yaml", "s3:/b/kv is a URL and not a directory"),
         ("copy file:///cache there", "is a URL and not a directory"),
         ("copy cache kv.yaml", "Not a directory; name the directory of a disk tier that user"),
