@@ -13,14 +13,13 @@ class FetchStage:
     """Reads the records of a batch, each from its tier. The first missing record ends the prefix.
 
     If a record has left its tier, or the tier fails, slower tiers are tried. A batch in host memory may be larger than
-    the memory that is reserved for it, half of `retrieve.max_in_flight_bytes`, so at most as much of it is read again.
+    the memory that is reserved for it, so at most as much of it is read again.
     """
 
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:
         self._stack = stack
         self._arena = arena
         self._timeout_s = config.retrieve.allocate_timeout_s
-        self._reserved_chunks = max(1, config.retrieve.max_in_flight_bytes // 2 // arena.slab_bytes)
 
     async def __call__(self, batch: PlannedBatch) -> FetchedBatch:
         keys = [chunk.key for chunk in batch.chunks]
@@ -29,7 +28,7 @@ class FetchStage:
             batch.tiers,
             self._allocate,
             slower=not batch.request.waited_for,
-            max_slower=self._reserved_chunks if batch.in_memory else None,
+            max_slower=batch.scope.reserved_bytes // self._arena.slab_bytes if batch.in_memory else None,
         )
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)

@@ -101,12 +101,17 @@ class Lease(Protocol):
 
 
 class Scope:
-    """Leases of one batch. They are released when the batch has left the chain, for whatever reason."""
+    """Leases of one batch. They are released when the batch has left the chain, for whatever reason.
 
-    __slots__ = ("_leases",)
+    Attributes:
+        reserved_bytes: Bytes of the budget that are reserved for the batch in the chain; see `Batch.budget_bytes`.
+    """
+
+    __slots__ = ("_leases", "reserved_bytes")
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
+        self.reserved_bytes = 0
 
     def add(self, leases: Iterable[Lease]) -> None:
         self._leases.extend(leases)

@@ -109,6 +109,7 @@ class Runner(Generic[Out]):
                             batch.scope.close()
                             self.budget.release(nbytes)
                             break
+                        batch.scope.reserved_bytes = nbytes
                         task = group.create_task(self._run_batch(run, index))
                         run.tasks.append(task)
                         # Not in `finally`: a task that is cancelled before its first step runs no code.

@@ -242,10 +242,8 @@ async def test_leading_chunks_with_memory_are_fetched_before_the_deadline_of_the
 
 
 async def test_of_a_batch_in_memory_as_much_is_read_again_as_memory_is_reserved(arena):
-    batch, _ = loaded(4, resident=4)
-    config = load_config(
-        env={}, extra={"retrieve.batch_bytes": SLAB, "retrieve.max_in_flight_bytes": 4 * arena.slab_bytes}
-    )
+    batch, config = loaded(4, resident=4)
+    batch.scope.reserved_bytes = 2 * arena.slab_bytes
     async with Opened(arena, holding([]), holding([0, 1, 2, 3])) as stack:
         fetched = await FetchStage(stack, arena, config)(batch)
 
