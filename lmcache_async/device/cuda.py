@@ -166,65 +166,93 @@ class Streams(Protocol):
         """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
-PROBE_CYCLES = 2_000_000
-"""Cycles of one of the kernels that probe a stream, about a millisecond."""
+PROBE_CYCLES = 4_000_000
+"""Cycles of one of the kernels that probe streams, about two milliseconds."""
 
-PROBES = 8
-"""Streams that are probed at most for one that is opened."""
+SPARES = 8
+"""Streams of each priority that may replace others."""
+
+MAX_PROBES = 4
+"""Streams of the model for which side streams are probed."""
+
+
+class SideStream:
+    """A stream of a part. `stream` is replaced between two parts, on the thread of the loop."""
+
+    __slots__ = ("priority", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream, priority: int) -> None:
+        self.stream = stream
+        self.priority = priority
 
 
 class TorchStreams:
     """Streams of torch.cuda.
 
     CUDA maps streams to few hardware queues, 8 by default, and work in one queue starts in the order of its submission
-    (https://docs.nvidia.com/cuda/cuda-programming-guide/, environment variable CUDA_DEVICE_MAX_CONNECTIONS). A side
-    stream in the queue of the model's stream would wait for all work that the model has submitted. Eight consecutive streams
-    of torch are in all queues, so that one of the streams of the parts would be. The streams are therefore probed.
+    (CUDA programming guide, environment variable CUDA_DEVICE_MAX_CONNECTIONS). A side stream in the queue of the model's
+    stream waits for all work that the model has submitted. Eight consecutive streams of torch are in all queues, so one
+    of the eight streams of the parts shares that of the model.
+
+    The stream of the model is known from the first fence. The next copy probes all side streams and some spare ones,
+    without waiting: three kernels of two milliseconds are submitted to the model's stream, and then one to each other stream.
+    A later copy replaces the streams whose kernel did not start before the third of them. Side streams are used on one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index  # torch takes 25 us to convert a device to its index
+        self._sides: list[SideStream] = []
+        self._using = False  # one of them
+        self._model: torch.cuda.Stream | None = None
+        self._probed: set[int] = set()  # streams of the model
+        self._probe: _Probe | None = None
 
     def thread(self) -> Prepared:
         return cuda_thread(self._device)
 
-    def open(self, priority: int) -> torch.cuda.Stream:
-        for _ in range(PROBES):
-            stream = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
-            if self.overtakes(stream):
-                break
-        else:
-            logger.warning(
-                "no CUDA stream of priority %d is independent of the model's stream: copies wait for the model. A higher"
-                " CUDA_DEVICE_MAX_CONNECTIONS may help",
-                priority,
-            )
-        return stream
-
-    def overtakes(self, stream: torch.cuda.Stream) -> bool:
-        """Return whether work on `stream` runs beside work that was submitted to the current stream before.
-
-        It waits for all work on the current stream. In one queue, the kernel of `stream` could start only after the third of
-        the kernels before it, and that one only after the first two.
-        """
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream(self._device)
-            current.synchronize()
-            begun, first, own = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-            begun.record(current)
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-            first.record(current)
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-            with self.use(stream):
-                torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-                own.record(stream)
-            current.synchronize()
-            own.synchronize()
-            return bool(begun.elapsed_time(own) < begun.elapsed_time(first))
+    def open(self, priority: int) -> SideStream:
+        side = SideStream(self._new(priority), priority)
+        self._sides.append(side)
+        return side
 
     @contextlib.contextmanager
-    def use(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def use(self, stream: SideStream) -> Iterator[None]:
+        try:
+            self._separate()
+        except Exception as error:  # noqa: BLE001  no copy depends on it
+            logger.warning("CUDA streams cannot be probed: %s", error)
+        self._using = True
+        try:
+            with self._current(stream.stream):
+                yield
+        finally:
+            self._using = False
+
+    def record(self, stream: SideStream) -> DeviceEvent:
+        # The reaper blocks on the event; the default would busy-wait.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream.stream)
+        return event
+
+    def record_current(self) -> DeviceEvent:
+        current = torch.cuda.current_stream(self._device)
+        if not self._using:
+            self._model = current
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(current)
+        return event
+
+    def wait(self, stream: SideStream, event: DeviceEvent) -> None:
+        stream.stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+    def _new(self, priority: int) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _current(self, stream: torch.cuda.Stream) -> Iterator[None]:
         # `torch.cuda.stream` takes longer, and sets the device that was current before at its end, which creates a
         # context there if it is another one than that of the stream. `torch.cuda.device` does not.
         with torch.cuda.device(self._device):
@@ -235,22 +263,74 @@ class TorchStreams:
             finally:
                 torch.cuda.set_stream(before)
 
-    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
-        # The reaper blocks on the event; the default would busy-wait.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+    def _separate(self) -> None:
+        """Move the side streams out of the hardware queue of the model's stream, if a probe has found any there."""
+        probe, model = self._probe, self._model
+        if probe is not None:
+            if probe.ended():
+                self._probe = None
+                self._replace(*probe.result())
+        elif model is not None and model.cuda_stream not in self._probed and len(self._probed) < MAX_PROBES:
+            self._start_probe(model)
 
-    def record_current(self) -> DeviceEvent:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def _start_probe(self, model: torch.cuda.Stream) -> None:
+        spares = [
+            SideStream(self._new(priority), priority)
+            for priority in {side.priority for side in self._sides}
+            for _ in range(SPARES)
+        ]
+        limit = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with self._current(model):
+            if torch.cuda.is_current_stream_capturing():
+                return  # the kernels would become part of the graph
+            self._probed.add(model.cuda_stream)
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+            limit.record(model)
+            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+        probe = _Probe(limit)
+        for side in (*self._sides, *spares):
+            own = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            with self._current(side.stream):
+                torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+                own.record(side.stream)
+            probe.sides.append((side, side.stream, own))
+        self._probe = probe
 
-    def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
-        stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
+    def _replace(self, separate: Sequence[SideStream], shared: Sequence[SideStream]) -> None:
+        spares = [side for side in separate if side not in self._sides]
+        for side in shared:
+            if side not in self._sides:
+                continue
+            spare = next((spare for spare in spares if spare.priority == side.priority), None)
+            if spare is None:
+                logger.warning(
+                    "a CUDA stream of copies shares a hardware queue with the model's stream, and no other was found: copies"
+                    " wait for the model. A higher CUDA_DEVICE_MAX_CONNECTIONS may help"
+                )
+                return
+            spares.remove(spare)
+            side.stream = spare.stream
 
-    def pinned(self, num_words: int) -> torch.Tensor:
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+class _Probe:
+    """Events of a probe: the start of the third kernel on the model's stream, and one after a kernel on each other stream."""
+
+    def __init__(self, limit: torch.cuda.Event) -> None:
+        self.sides: list[tuple[SideStream, torch.cuda.Stream, torch.cuda.Event]] = []
+        self._limit = limit
+
+    def ended(self) -> bool:
+        return all(event.query() for event in (self._limit, *(own for *_, own in self.sides)))  # type: ignore[no-untyped-call]
+
+    def result(self) -> tuple[list[SideStream], list[SideStream]]:
+        """Return the sides that are in other hardware queues than the model's stream, and those that share its queue."""
+        separate, shared = list[SideStream](), list[SideStream]()
+        for side, stream, own in self.sides:
+            if side.stream == stream:
+                early = own.elapsed_time(self._limit) > 0
+                (separate if early else shared).append(side)
+        return separate, shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from lmcache_async.device import cuda
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
-from lmcache_async.device.cuda import PARTS, Lane, LaneStatistics, TorchStreams, open_cuda_copiers
+from lmcache_async.device.cuda import (
+    MAX_PROBES,
+    PARTS,
+    Lane,
+    LaneStatistics,
+    SideStream,
+    TorchStreams,
+    open_cuda_copiers,
+)
 from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
@@ -153,7 +161,7 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device} before")
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("stream", stream)))
 
-    with pytest.raises(KeyError), TorchStreams(torch.device("cuda", 1)).use("side"):
+    with pytest.raises(KeyError), TorchStreams(torch.device("cuda", 1)).use(SideStream("side", 0)):
         raise KeyError
 
     assert log == [
@@ -164,22 +172,31 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
     ]
 
 
+class FakeStream:
+    def __init__(self, queue, number):
+        self.queue = queue
+        self.cuda_stream = number
+        self.end = 0
+
+
 class FakeCuda:
     """Streams of torch.cuda on hardware queues: work in one queue starts in the order of its submission.
 
     Args:
-        queues: Number of queues. The current stream is in queue 0, created streams are in 0, 1, 2 and so on.
+        queues: Number of queues. Created streams are in queue 0, 1, 2 and so on, the default stream in queue 0.
     """
 
     def __init__(self, queues: int) -> None:
         self._starts = [0] * queues  # of the last work in each queue
         self._created = 0
-        self.current = SimpleNamespace(queue=0, end=0, synchronize=lambda: None)
+        self.current = self.default = FakeStream(0, 0)
+        self.capturing = False
+        self.ended = True
 
     def Stream(self, device, priority):
-        queue = self._created % len(self._starts)
+        stream = FakeStream(self._created % len(self._starts), self._created + 1)
         self._created += 1
-        return SimpleNamespace(queue=queue, end=0, synchronize=lambda: None)
+        return stream
 
     def current_stream(self, device):
         return self.current
@@ -190,32 +207,137 @@ class FakeCuda:
     def device(self, device):
         return contextlib.nullcontext()
 
+    def is_current_stream_capturing(self):
+        return self.capturing
+
     def _sleep(self, cycles):
         start = max(self.current.end, self._starts[self.current.queue])
         self._starts[self.current.queue] = start
         self.current.end = start + cycles
 
-    def Event(self, enable_timing):
-        event = SimpleNamespace(time=0, synchronize=lambda: None)
+    def Event(self, enable_timing=False):
+        event = SimpleNamespace(time=0, query=lambda: self.ended)
         event.record = lambda stream: setattr(event, "time", stream.end)
         event.elapsed_time = lambda other: other.time - event.time
         return event
 
+    def copy(self, streams, side, model):
+        """Take a fence on the model's stream, and use a side stream on another thread."""
+        self.current = model
+        streams.record_current()
+        self.current = self.default
+        with streams.use(side):
+            used = self.current
+        assert self.current is self.default
+        return used
 
-def test_no_stream_in_the_hardware_queue_of_the_model_is_used(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FakeCuda(queues=8))
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    fake = FakeCuda(queues=8)
+    monkeypatch.setattr(torch, "cuda", fake)
+    return fake
+
+
+def queues_of(sides):
+    return [side.stream.queue for side in sides]
+
+
+@pytest.mark.parametrize("queue", range(8))
+def test_side_streams_leave_the_hardware_queue_of_the_stream_of_the_model(fake_cuda, queue):
+    streams, model = TorchStreams(torch.device("cuda", 0)), FakeStream(queue, 100)
+    sides = [streams.open(0) for _ in range(PARTS)] + [streams.open(-1) for _ in range(PARTS)]
+    before = queues_of(sides)
+
+    used = [fake_cuda.copy(streams, sides[queue], model) for _ in range(3)]
+
+    assert model.queue not in queues_of(sides)
+    assert [now for now, then in zip(queues_of(sides), before, strict=True) if then != queue] == [
+        then for then in before if then != queue
+    ]
+    assert used[0].queue == queue  # the first copy only begins the probe
+    assert used[1] is used[2] is sides[queue].stream
+
+
+def test_a_side_stream_that_is_the_stream_of_the_model_is_replaced(fake_cuda):
+    """Torch has 32 streams of each priority and returns them in turn."""
     streams = TorchStreams(torch.device("cuda", 0))
+    sides = [streams.open(0) for _ in range(PARTS)]
+    model = sides[2].stream
 
-    opened = [streams.open(0) for _ in range(2 * PARTS)]
+    for _ in range(2):
+        fake_cuda.copy(streams, sides[0], model)
 
-    assert 0 not in {stream.queue for stream in opened}
+    assert model.queue not in queues_of(sides)
 
 
-def test_if_there_is_one_hardware_queue_it_is_used_and_reported(monkeypatch, caplog):
-    monkeypatch.setattr(torch, "cuda", FakeCuda(queues=1))
+def test_a_failed_probe_is_reported_once_and_fails_no_copy(fake_cuda, caplog):
+    streams = TorchStreams(torch.device("cuda", 0))
+    side = streams.open(0)
+    fake_cuda._sleep = None
 
-    assert TorchStreams(torch.device("cuda", 0)).open(0).queue == 0
-    assert "no CUDA stream of priority 0 is independent of the model's stream" in caplog.text
+    for _ in range(2):
+        assert fake_cuda.copy(streams, side, fake_cuda.default) is side.stream
+
+    assert caplog.text.count("CUDA streams cannot be probed") == 1
+
+
+def test_a_probe_is_evaluated_when_all_of_it_has_ended(fake_cuda):
+    streams = TorchStreams(torch.device("cuda", 0))
+    sides = [streams.open(0) for _ in range(PARTS)]
+    fake_cuda.ended = False
+
+    for _ in range(3):
+        fake_cuda.copy(streams, sides[0], fake_cuda.default)
+    assert 0 in queues_of(sides)
+    fake_cuda.ended = True
+    fake_cuda.copy(streams, sides[0], fake_cuda.default)
+
+    assert 0 not in queues_of(sides)
+
+
+def test_streams_of_the_model_are_probed_once_each_and_side_streams_are_none_of_them(fake_cuda):
+    streams = TorchStreams(torch.device("cuda", 0))
+    side = streams.open(0)
+    models = [FakeStream(queue, 100 + queue) for queue in range(2 * MAX_PROBES)]
+
+    ends = []
+    for model in [*models, *models]:
+        for _ in range(2):
+            fake_cuda.copy(streams, side, model)
+        ends.append(model.end)
+    with streams.use(side):
+        streams.record_current()
+    before = side.stream.end
+    with streams.use(side):
+        pass
+
+    assert [end > 0 for end in ends] == ([True] * MAX_PROBES + [False] * MAX_PROBES) * 2
+    assert ends[: 2 * MAX_PROBES] == ends[2 * MAX_PROBES :]
+    assert side.stream.end == before
+
+
+def test_nothing_is_submitted_to_a_stream_that_is_captured(fake_cuda):
+    streams, model = TorchStreams(torch.device("cuda", 0)), FakeStream(3, 100)
+    fake_cuda.capturing = True
+
+    fake_cuda.copy(streams, streams.open(0), model)
+
+    assert model.end == 0
+
+
+def test_a_single_hardware_queue_is_reported(monkeypatch, caplog):
+    fake_cuda = FakeCuda(queues=1)
+    monkeypatch.setattr(torch, "cuda", fake_cuda)
+    streams = TorchStreams(torch.device("cuda", 0))
+    side = streams.open(0)
+    stream = side.stream
+
+    for _ in range(2):
+        fake_cuda.copy(streams, side, fake_cuda.default)
+
+    assert side.stream is stream
+    assert "a CUDA stream of copies shares a hardware queue with the model's stream" in caplog.text
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():

@@ -248,6 +248,14 @@ class StoreQueue:
                 return False  # outside of the window by now, or not offered
         if sum(map(len, needed)) > self._pins.room:
             self._metrics.skipped("blocks", sum(1 for some in needed if some))
+            logger.report(
+                "boundary blocks",
+                "%d tokens of request %s are stored without their attention windows or states, so they are no hit: copies of"
+                " stores already pin %d blocks, which vllm.max_pinned_fraction limits",
+                boundary,
+                tracker.request_id,
+                self._pins.pinned_blocks,
+            )
             return False
         self._plan(job_id, tracker, None, boundary, needed, epoch=epoch, now=now)
         return True

@@ -47,7 +47,20 @@ def queue_of(pins: BlockPins, *groups: KVGroup) -> StoreQueue:
     return StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
 
 
-TRACKER: Any = SimpleNamespace(keys=None, hands_over=False)
+TRACKER: Any = SimpleNamespace(keys=None, hands_over=False, request_id="long")
+
+
+def test_a_boundary_without_room_is_counted_and_reported(pool: BlockPool, pins: BlockPins, caplog):
+    skipped: list[tuple[str, int]] = []
+    metrics: Any = SimpleNamespace(skipped=lambda *args: skipped.append(args))
+    groups = (KVGroup(0, 16), KVGroup(1, 16, window=40))
+    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    blocks = pool.get_new_blocks(5)
+    pins.pin(1, pool.get_new_blocks(pins.room))
+
+    assert not queue.add_boundary(2, TRACKER, 80, [blocks, blocks], states={}, epoch=0, now=0.0)
+    assert skipped == [("blocks", 1)]
+    assert "80 tokens of request long are stored without their attention windows or states" in caplog.text
 
 
 @pytest.mark.parametrize(("first", "stored"), [(0, True), (2, True), (3, False)])
