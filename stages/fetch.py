@@ -28,7 +28,9 @@ class FetchStage:
             batch.tiers,
             self._allocate,
             slower=not batch.request.waited_for,
-            max_slower=batch.scope.reserved_bytes // self._arena.slab_bytes if batch.in_memory else None,
+            max_slower=max(1, batch.scope.reserved_bytes // self._arena.slab_bytes)
+            if batch.in_memory
+            else None,
         )
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)

@@ -103,7 +103,8 @@ class Stores:
         if str(path) in plugins and not path.exists():
             raise ConfigError(
                 f"{path} is the name of a tier, and there is no such directory: name a tier by its id in --config, or as"
-                f' JSON, such as {{"name": "{path}", ...}}; write {path.absolute()} for a new directory'
+                f' JSON, such as {{"name": "valkey", "url": "valkey://host:6379"}}; write a directory of this name as an'
+                f" absolute path, {path.absolute()}"
             )
         for plugin in sorted(plugins.values(), key=lambda plugin: (not plugin.bundled, plugin.name)):
             try:

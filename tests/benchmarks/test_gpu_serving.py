@@ -42,7 +42,7 @@ def engine(**changed: Any) -> dict[str, Any]:
             answer(cached=2048, ttft_s=0.3),
         ],
     }
-    batch = {"first": [answer()], "again": [answer(0.1)]}
+    batch = {"tokens": 1025, "first": [answer(cached=1024)], "again": [answer(0.1, cached=1024)]}
     return {"rows": [row | changed.pop("row", {})], "batch": batch, "changed": answer(0.5), **changed}
 
 
@@ -68,18 +68,24 @@ def test_equal_answers_and_full_hits_are_no_problem_and_times_are_medians():
                 "plain: computed": 1.0,
                 "plain: prefix cache": 0.1,
                 "ours: computed": 1.0,
+                "ours: prefix cache": 0.1,
                 "ours: memory": 0.25,
                 "restarted: disk": 0.5,
+                "restarted: prefix cache": 0.1,
                 "offloading: computed": 1.0,
+                "offloading: prefix cache": 0.1,
                 "offloading: memory": 0.25,
             },
             "wait_s": {
                 "plain: computed": 0.5,
                 "plain: prefix cache": 0.05,
                 "ours: computed": 0.5,
+                "ours: prefix cache": 0.05,
                 "ours: memory": 0.125,
                 "restarted: disk": 0.25,
+                "restarted: prefix cache": 0.05,
                 "offloading: computed": 0.5,
+                "offloading: prefix cache": 0.05,
                 "offloading: memory": 0.125,
             },
         }
@@ -103,8 +109,16 @@ def test_equal_answers_and_full_hits_are_no_problem_and_times_are_medians():
             "first answer: log-probabilities differ by 0.02",
         ),
         (
-            {"ours": engine(batch={"first": [answer()], "again": [answer(0.6)]})},
+            {
+                "ours": engine(
+                    batch={"tokens": 1025, "first": [answer()], "again": [answer(0.6, cached=1024)]}
+                )
+            },
             "prompt 0 of the batch: log-probabilities differ by 0.6",
+        ),
+        (
+            {"ours": engine(batch={"tokens": 1025, "first": [answer()], "again": [answer(cached=768)]})},
+            "prompt 0 of the batch: not all of its tokens were loaded",
         ),
         ({"ours": engine(changed=answer(0.05))}, "one changed token changes the answer by only 0.05"),
     ],
@@ -173,7 +187,7 @@ def test_the_page_has_times_facts_and_problems():
 
     text = "\n".join(SECTIONS["vllm"](result | {"engines": {"llama": {"ours": {"facts": facts}}}}))
 
-    assert "| 2049 | 1 (0.5) | 0.25 (0.125) |" in text
+    assert "| 2049 | 1 (0.5) | 0.1 (0.05) | 0.25 (0.125) |" in text
     assert (
         "- ours: vLLM 0.32.0, torch 2.11, GPUModelRunner, FLASH_ATTN, 8 blocks of 16, asynchronous scheduling"
         in text

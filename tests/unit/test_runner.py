@@ -80,6 +80,13 @@ class Starts:
         return [chunk.start for chunk in batch.chunks]
 
 
+class Reservations:
+    """A stage that returns what is reserved for the batch."""
+
+    async def __call__(self, batch: Batch) -> list:
+        return [(len(batch.chunks), batch.scope.reserved_bytes)]
+
+
 class OrderedStarts(Starts):
     ordered = True
 
@@ -324,6 +331,12 @@ async def test_all_chunks_in_memory_are_prepared_while_the_first_batch_is_copied
     assert [len(result) for result in results] == [4, 296]
     assert watch.peak == 2
     assert budget.statistics().peak_bytes == 40
+
+
+async def test_a_stage_knows_what_is_reserved_for_its_batch():
+    runner, _ = runner_of(PlansInMemory(), Reservations(), max_bytes=40)
+
+    assert await runner.run(request_of(300), timeout_s=60) == [[(4, 20)], [(296, 20)]]
 
 
 async def test_each_batch_is_admitted_before_it_begins_and_its_reservation_is_released():

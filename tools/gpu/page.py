@@ -250,7 +250,10 @@ def _vllm(result: Mapping[str, Any]) -> list[str]:
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == model]
         names = list(rows[0]["ttft_s"])
-        lines += [f"Time to the first token with {model}, in s, and before the request's first step.", ""]
+        lines += [
+            f"Time to the first token with {model} and time before the request's first step, medians in s.",
+            "",
+        ]
         lines += table(
             ("tokens", *names),
             [

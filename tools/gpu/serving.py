@@ -1,7 +1,7 @@
 """The connector in a real vLLM on a GPU: answers, hits, and times to the first token.
 
 Each model has the shape of a known one and random weights, made on the GPU. Four engines, each in a process of its own,
-are measured one after the other: vLLM without connector, with this connector, again with this connector after a restart,
+run one after the other: vLLM without connector, with this connector, again with this connector after a restart,
 and with vLLM's own OffloadingConnector. Prompts are computed, answered from vLLM's prefix cache, and loaded after that
 cache was emptied. All prompts are one token longer than their chunks. So the answer after a load and the one from vLLM's
 prefix cache are computed from the same tokens, and must be equal.
@@ -29,8 +29,8 @@ from tools.processes import end_group
 ENGINES = ("plain", "ours", "restarted", "offloading")
 ENGINES_OF_A_CPU = ENGINES[:3]
 
-ENGINE_BYTES = 34 << 30
-"""Device memory of an engine: as many start at once as fit, because a start takes most of the time."""
+AT_ONCE = 2
+"""Engines that are started at once: one imports vLLM while the other one runs."""
 
 TOLERANCE = 0.01
 """Of log-probabilities, for equal computations. One token changed near the end changes them by more than ten times this."""
@@ -95,9 +95,8 @@ class Judge:
         restarted = name == "restarted"
         first, own = row["first"], row["own"]
         self._time(row, f"{name}: disk" if restarted else f"{name}: computed", first)
-        if name == "plain":
-            self._time(row, "plain: prefix cache", own)
-        elif plain is not None:
+        self._time(row, f"{name}: prefix cache", own)
+        if plain is not None and name != "plain":
             self._same(f"{what}, first answer", first, plain["own" if restarted else "first"])
             self._same(f"{what}, vLLM's prefix cache", own, plain["own"])
         if restarted and first["cached_tokens"] < own["cached_tokens"]:
@@ -113,6 +112,9 @@ class Judge:
 
     def _batch(self, name: str, batch: Mapping[str, Any]) -> None:
         for number, (first, again) in enumerate(zip(batch["first"], batch["again"], strict=True)):
+            loaded = {"ours": [again], "restarted": [first, again]}.get(name, [])
+            if any(each["cached_tokens"] < batch["tokens"] - 1 for each in loaded):
+                self._problem(f"{name}, prompt {number} of the batch: not all of its tokens were loaded")
             if (distance := difference(first, again, 1)) > BATCH_TOLERANCE:
                 self._problem(
                     f"{name}, prompt {number} of the batch: log-probabilities differ by {distance:.3g}"
@@ -135,13 +137,13 @@ def _medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class Engines:
-    """Runs engines in processes, as many at once as fit, and writes all results to `path` whenever one ends.
+    """Runs engines in processes, and writes all results to `path` whenever one ends.
 
     Args:
-        at_once: Maximum number of processes. Their measurements do not overlap.
+        at_once: Maximum number of processes. Only one of them runs an engine, the others import vLLM.
     """
 
-    def __init__(self, chosen: Sequence[Settings], path: Path, *, at_once: int) -> None:
+    def __init__(self, chosen: Sequence[Settings], path: Path, *, at_once: int = AT_ONCE) -> None:
         self._waiting = list(chosen)
         self._path = path
         self._at_once = at_once
@@ -156,24 +158,31 @@ class Engines:
         problems: list[str] = []
         try:
             while self._waiting or self._running:
-                while self._waiting and len(self._running) < self._at_once:
-                    self._start(self._waiting.pop(0))
+                self._start_next()
                 time.sleep(0.1)
                 late = time.monotonic() > deadline
-                if late:
-                    self._failed += [f"{each.model}, {each.engine}: no time left" for each in self._waiting]
+                if late or not self._running:  # what waits for an engine that is not there waits in vain
+                    why = "no time left" if late else "it needs the engine ours"
+                    self._failed += [f"{each.model}, {each.engine}: {why}" for each in self._waiting]
                     self._waiting.clear()
                 ended = [
                     key for key, (_, process) in self._running.items() if late or process.poll() is not None
                 ]
                 for key in ended:
                     self._end(*key)
-                if ended or late:
-                    problems = self._write()
+                problems = self._write()
         finally:
             for _, process in self._running.values():
                 end_group(process)
         return problems
+
+    def _start_next(self) -> None:
+        """Start what may start. An engine is restarted when the one before has stored its prompts and ended."""
+        for settings in list(self._waiting):
+            ready = settings.engine != "restarted" or "ours" in self._found[settings.model]
+            if ready and len(self._running) < self._at_once:
+                self._waiting.remove(settings)
+                self._start(settings)
 
     def _start(self, settings: Settings) -> None:
         path = Path(settings.directory) / f"{settings.model}-{settings.engine}.json"
@@ -205,13 +214,6 @@ class Engines:
         return problems
 
 
-def free_device_bytes() -> int:
-    """Return the free bytes of device memory; 0 without a GPU."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.serving", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
@@ -231,8 +233,9 @@ def main() -> int:
         nothing = {"rows": [], "problems": [], "left_out": ["vLLM is not installed"], "engines": {}}
         given.json.write_text(json.dumps(nothing) + "\n", encoding="utf-8")
         return 0
-    free = free_device_bytes()
-    engines = given.engine or (ENGINES if free else ENGINES_OF_A_CPU)
+    import torch
+
+    engines = given.engine or (ENGINES if torch.cuda.is_available() else ENGINES_OF_A_CPU)
     with tempfile.TemporaryDirectory(prefix="serving-") as directory:
         chosen = [
             Settings(
@@ -248,7 +251,7 @@ def main() -> int:
             for model in given.model or MODELS
             for name in engines
         ]
-        problems = Engines(chosen, given.json, at_once=max(1, free // ENGINE_BYTES)).run(given.seconds)
+        problems = Engines(chosen, given.json).run(given.seconds)
     sys.stderr.writelines(f"{problem}\n" for problem in problems)
     return int(bool(problems))
 

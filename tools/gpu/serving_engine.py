@@ -86,9 +86,9 @@ class Settings:
     """Settings of one engine.
 
     Attributes:
-        lengths: Tokens of the prompts; multiples of a chunk, plus 1.
+        lengths: Tokens of the prompts: one more than a multiple of a chunk or, in quick form, of a block.
         prompts: Prompts of each length.
-        batch: Prompts of the second length that are asked at once.
+        batch: Prompts of half of the first length that are asked at once.
         eager: Run without CUDA graphs.
         quick: A tiny model; times have no meaning.
         options: More options of `vllm.LLM`.
@@ -139,7 +139,7 @@ def prompt(name: str, length: int) -> list[int]:
 
 
 class Engine:
-    """A vLLM in this process, with its scheduler and worker in another one."""
+    """A vLLM. Its scheduler and worker are in another process unless `VLLM_ENABLE_V1_MULTIPROCESSING` is 0."""
 
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
@@ -152,7 +152,7 @@ class Engine:
         (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
         sizes: dict[str, Any] = {"kv_cache_memory_bytes": 14 << 30, "gpu_memory_utilization": 0.25}
         if settings.quick:
-            sizes = {"num_gpu_blocks_override": 512, "block_size": 32, "gpu_memory_utilization": 0.1}
+            sizes = {"num_gpu_blocks_override": 2048, "block_size": 32, "gpu_memory_utilization": 0.1}
         options: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -305,20 +305,16 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def run_engine(settings: Settings) -> dict[str, Any]:
-    """Run one engine; return its answers and times. Engines start at once, and are measured one after the other."""
-    start = time.perf_counter()
+    """Run one engine; return its answers and times. Engines import vLLM at once, and run one after the other."""
     import vllm  # noqa: F401  takes half of the start
 
-    directory = Path(settings.directory)
-    if settings.engine == "restarted":
-        while not (directory / f"{settings.model}-ours.json").exists():
-            time.sleep(0.1)
-    engine = Engine(settings)
-    found: dict[str, Any] = {"facts": engine.facts(), "start_s": time.perf_counter() - start, "rows": []}
-    with exclusive(directory / "measurement"):
-        start = time.perf_counter()
+    with exclusive(Path(settings.directory) / "engine"):
+        began = time.perf_counter()
+        engine = Engine(settings)
+        ready = time.perf_counter()
+        found: dict[str, Any] = {"facts": engine.facts(), "start_s": ready - began, "rows": []}
         measure(engine, settings, found)
-        found["seconds"] = time.perf_counter() - start
+        found["seconds"] = time.perf_counter() - ready
         engine.close()
     return found
 
