@@ -64,6 +64,9 @@ MAX_REPEATS = 8
 MAX_PEEKED_TOKENS = 16_384
 """Tokens of new requests that are hashed and looked up on the scheduler's thread in one step, which takes a millisecond."""
 
+MAX_PEEKED_TOKENS_ALONE = 131_072
+"""The same for a request beside which there is no other one that would wait."""
+
 MAX_PEEKS = 8
 """New requests of one step for which this is done. Even a short one takes 0.1 ms, and hundreds may arrive at once."""
 
@@ -792,7 +795,9 @@ class SchedulerConnector:
 
     def _peek(self, tracker: RequestTracker) -> bool:
         """Look up a new request in memory, so that the next step can use the answer. False if there is none."""
-        if not self._peeks_left or tracker.num_tokens > self._peek_tokens_left or tracker.has_promise:
+        alone = len(self._trackers) == 1
+        most = MAX_PEEKED_TOKENS_ALONE if alone else self._peek_tokens_left
+        if not self._peeks_left or tracker.num_tokens > most or tracker.has_promise:
             return False
         self._peeks_left -= 1
         self._peek_tokens_left -= tracker.num_tokens

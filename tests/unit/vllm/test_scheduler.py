@@ -26,7 +26,12 @@ from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
 from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
-from lmcache_async.integration.vllm.scheduler import MAX_PEEKED_TOKENS, MAX_PEEKS, SchedulerConnector
+from lmcache_async.integration.vllm.scheduler import (
+    MAX_PEEKED_TOKENS,
+    MAX_PEEKED_TOKENS_ALONE,
+    MAX_PEEKS,
+    SchedulerConnector,
+)
 
 CHUNK, BLOCK, RANKS = 8, 2, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
@@ -291,6 +296,28 @@ def test_few_requests_of_a_step_are_looked_up_by_the_scheduler_s_thread(lengths:
         for request in requests:
             bench.finish(request)
         bench.idle()
+
+
+@pytest.mark.parametrize(
+    ("others", "num_tokens", "peeked"),
+    [
+        (0, MAX_PEEKED_TOKENS_ALONE, True),
+        (0, MAX_PEEKED_TOKENS_ALONE + 1, False),
+        (1, MAX_PEEKED_TOKENS - 10, True),
+        (1, MAX_PEEKED_TOKENS + 1, False),
+    ],
+)
+def test_a_long_request_without_others_is_looked_up_by_the_scheduler_s_thread(
+    others: int, num_tokens: int, peeked: bool
+):
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    for _ in range(others):
+        bench.request(10)
+
+    bench.request(num_tokens)
+
+    assert [lookup.num_tokens for lookup in bench.client.asked] == [num_tokens] * (not peeked)
 
 
 def test_an_answer_that_is_late_is_a_miss_and_counted_once():
