@@ -267,7 +267,9 @@ class TorchStreams:
         """Move the side streams out of the hardware queue of the model's stream, if a probe has found any there."""
         probe, model = self._probe, self._model
         if probe is not None:
-            if probe.ended():
+            with self.thread():  # a query of an event would invalidate a graph that another thread captures
+                ended = probe.ended()
+            if ended:
                 self._probe = None
                 self._replace(*probe.result())
         elif model is not None and model.cuda_stream not in self._probed and len(self._probed) < MAX_PROBES:
