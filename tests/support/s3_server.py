@@ -77,7 +77,9 @@ class S3Server:
             f"-master.port={master}",
             f"-master.port.grpc={master_grpc}",
             "-master.telemetry=false",
-            "-master.volumeSizeLimitMB=64",
+            # Without an election of the master, which the volume server may miss and then tries again after 5 s.
+            "-master.peers=none",
+            "-master.volumeSizeLimitMB=1024",
             f"-volume.port={volume}",
             f"-volume.port.grpc={volume_grpc}",
             "-volume.max=40",
@@ -85,6 +87,11 @@ class S3Server:
             f"-filer.port={filer}",
             f"-filer.port.grpc={filer_grpc}",
             f"-filer.localSocket={self._directory / 'filer.sock'}",
+        )
+        # A first write before the master knows the volume server waits for its next heartbeat, which takes 5 s.
+        status = f"http://127.0.0.1:{master}/dir/status"
+        wait_until(
+            lambda: json.load(urllib.request.urlopen(status, timeout=5))["Topology"]["Max"] > 0, self._storage
         )
         bucket = urllib.request.Request(f"http://127.0.0.1:{filer}/buckets/{BUCKET}/", method="POST")
         wait_until(lambda: urllib.request.urlopen(bucket, timeout=5).close() is None, self._storage)
