@@ -220,6 +220,7 @@ class TorchStreams:
         try:
             self._separate()
         except Exception as error:  # noqa: BLE001  no copy depends on it
+            self._probe = None
             logger.warning("CUDA streams cannot be probed: %s", error)
         self._using = True
         try:
@@ -273,6 +274,7 @@ class TorchStreams:
                 self._probe = None
                 self._replace(*probe.result())
         elif model is not None and model.cuda_stream not in self._probed and len(self._probed) < MAX_PROBES:
+            self._probed.add(model.cuda_stream)
             self._start_probe(model)
 
     def _start_probe(self, model: torch.cuda.Stream) -> None:
@@ -284,8 +286,8 @@ class TorchStreams:
         limit = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with self._current(model):
             if torch.cuda.is_current_stream_capturing():
+                self._probed.discard(model.cuda_stream)
                 return  # the kernels would become part of the graph
-            self._probed.add(model.cuda_stream)
             torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
             torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
             limit.record(model)

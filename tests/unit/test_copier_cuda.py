@@ -192,6 +192,7 @@ class FakeCuda:
         self.current = self.default = FakeStream(0, 0)
         self.capturing = False
         self.ended = True
+        self.elapsed_time = True
 
     def Stream(self, device, priority):
         stream = FakeStream(self._created % len(self._starts), self._created + 1)
@@ -218,7 +219,7 @@ class FakeCuda:
     def Event(self, enable_timing=False):
         event = SimpleNamespace(time=0, query=lambda: self.ended)
         event.record = lambda stream: setattr(event, "time", stream.end)
-        event.elapsed_time = lambda other: other.time - event.time
+        event.elapsed_time = self.elapsed_time and (lambda other: other.time - event.time)
         return event
 
     def copy(self, streams, side, model):
@@ -271,12 +272,13 @@ def test_a_side_stream_that_is_the_stream_of_the_model_is_replaced(fake_cuda):
     assert model.queue not in queues_of(sides)
 
 
-def test_a_failed_probe_is_reported_once_and_fails_no_copy(fake_cuda, caplog):
+@pytest.mark.parametrize("missing", ["_sleep", "is_current_stream_capturing", "elapsed_time"])
+def test_a_failed_probe_is_reported_once_and_fails_no_copy(fake_cuda, caplog, missing):
     streams = TorchStreams(torch.device("cuda", 0))
     side = streams.open(0)
-    fake_cuda._sleep = None
+    setattr(fake_cuda, missing, None)
 
-    for _ in range(2):
+    for _ in range(4):
         assert fake_cuda.copy(streams, side, fake_cuda.default) is side.stream
 
     assert caplog.text.count("CUDA streams cannot be probed") == 1

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -338,33 +338,51 @@ def load_cases(copies: Copies, products: Products, count: int, chunks: int, prio
     return cases
 
 
+class Beside(NamedTuple):
+    """Time and cycles of one product, and the rate of the copies meanwhile."""
+
+    milliseconds: float
+    cycles: float
+    gb_per_s: float
+
+
+async def products_beside(
+    products: Products, count: int, copy: Copy | None = None, nbytes: int = 0
+) -> Beside:
+    """Run products while copies of `nbytes` follow each other, at least one.
+
+    The rate is that of the copies that end before the products; of the first one, if there are none.
+    """
+    running = products.ask(count)
+    start, ends = time.perf_counter(), list[float]()
+    while copy is not None and not (ends and running.ended()):
+        await copy()
+        ends.append(time.perf_counter() - start)
+    milliseconds = running.milliseconds()  # the device is idle before the next measurement
+    meanwhile = ends[:-1] or ends  # the products ended during the last one
+    return Beside(
+        milliseconds,
+        running.cycles(),
+        nbytes * len(meanwhile) / meanwhile[-1] / 1e9 if meanwhile else 0.0,
+    )
+
+
 def _product(products: Products, count: int, copy: Copy | None) -> Probe:
     """Milliseconds of one product on the device."""
 
     async def probe() -> float:
-        running = products.ask(count)
-        while copy is not None and not running.ended():
-            await copy()
-        return running.milliseconds()
+        return (await products_beside(products, count, copy)).milliseconds
 
     return probe
 
 
 def _copies(products: Products, count: int, copy: Copy, nbytes: int) -> Probe:
-    """GB/s of the copies that end before the products; of the first one, if there are none."""
+    """GB/s of the copies beside the products."""
 
     async def probe() -> float:
-        running = products.ask(count) if count else None
-        start, ends = time.perf_counter(), list[float]()
-        while not ends or (running is not None and not running.ended()):
-            await copy()
-            ends.append(time.perf_counter() - start)
-        if running is not None:
-            running.milliseconds()  # the device is idle before the next measurement
-        beside = ends[:-1] or ends  # the products ended during the last one
-        return nbytes * len(beside) / beside[-1] / 1e9
+        return (await products_beside(products, count, copy, nbytes)).gb_per_s
 
-    return probe
+    return probe if count else rate(copy, nbytes)
 
 
 UNIT = "GB/s"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_async.bench.measure import Case, Frame
-from tools.benchmarks.gpu import IN, OUT, Copies, Copy, Shape, rate, refusal, shapes
+from tools.benchmarks.gpu import IN, OUT, Copies, Shape, products_beside, rate, refusal, shapes
 from tools.benchmarks.gpu_device import Gpu, HostBytes, Products
 
 WAITS = {
@@ -173,35 +173,14 @@ async def _beside(
     nbytes = copies.nbytes(chunks)
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        alone = await _products(products, count, None, 0)
+        alone = await products_beside(products, count)
         for copy, suffix in ((paged, ""), (plain, "_by_plain_copy")):
-            beside = await _products(products, count, copy, nbytes)
+            beside = await products_beside(products, count, copy, nbytes)
             found.setdefault(f"compute_slowdown{suffix}", []).append(beside.milliseconds / alone.milliseconds)
             found.setdefault(f"beside_gb_per_s{suffix}", []).append(beside.gb_per_s)
             if alone.cycles:
                 found.setdefault(f"compute_cycles{suffix}", []).append(beside.cycles / alone.cycles)
     return {name: statistics.median(taken) for name, taken in found.items()}
-
-
-class _Beside(NamedTuple):
-    """Time and cycles of one product, and the rate of the copies meanwhile."""
-
-    milliseconds: float
-    cycles: float
-    gb_per_s: float
-
-
-async def _products(products: Products, count: int, copy: Copy | None, nbytes: int) -> _Beside:
-    """Run products while copies of `nbytes` follow each other. Their rate is that of the copies that end meanwhile."""
-    running = products.ask(count)
-    start, ends = time.perf_counter(), list[float]()
-    while copy is not None and not running.ended():
-        await copy()
-        ends.append(time.perf_counter() - start)
-    milliseconds = running.milliseconds()
-    meanwhile = ends[:-1] or ends  # the products ended during the last one
-    rate = nbytes * len(meanwhile) / meanwhile[-1] / 1e9 if meanwhile else 0.0
-    return _Beside(milliseconds, running.cycles(), rate)
 
 
 def _fence_us(copies: Copies, products: Products, count: int) -> float:
