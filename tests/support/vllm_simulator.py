@@ -585,8 +585,17 @@ class Simulators:
         assert sim.scheduler.reset_prefix_cache()
 
     def end_calls(self, sim: SimulatedVLLM) -> None:
-        """Wait until no store or load is running."""
-        self.until(lambda: all(engine.statistics().running == 0 for engine in engines_of(sim)))
+        """Wait until no store or load is running or about to start on the engines' loops."""
+
+        def ended() -> bool:
+            for rank in sim.ranks:
+                for each in own_connector(rank.connector).worker.engines:
+                    transfers = each._transfers
+                    if transfers._storing or transfers._loading or each.engine.statistics().running:
+                        return False
+            return True
+
+        self.until(ended)
 
 
 def own_connector(connector: Any) -> Any:
