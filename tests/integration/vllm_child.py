@@ -306,6 +306,25 @@ def _allow_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(check_otherwise)
 
 
+def _form_groups_of_one_rank_without_threads() -> None:
+    """Give torch's process groups of one rank a backend that communicates with nobody.
+
+    vLLM makes a dozen of them per process. With gloo each has a thread that polls a hundred times per second, and
+    the idle engines of a test run take an eighth of two cores.
+    """
+    import torch.distributed
+    import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+
+    new_group = torch.distributed.new_group
+
+    def formed(ranks: Any = None, *arguments: Any, **options: Any) -> Any:
+        if ranks is not None and len(ranks) == 1:
+            options["backend"] = "fake"
+        return new_group(ranks, *arguments, **options)
+
+    torch.distributed.new_group = formed
+
+
 def _load_model_class(model: Path) -> None:
     """Register the model's class instead of its name, which vLLM would inspect in another process."""
     from vllm import ModelRegistry
@@ -341,6 +360,7 @@ def main() -> None:
     worker.BEGIN_S = 60.0  # the machine may be busy, and these tests need hits
     _remember_model("LlamaForCausalLM")
     cpu_models.replace_operations()
+    _form_groups_of_one_rank_without_threads()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()
     gc.enable()
