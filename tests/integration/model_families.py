@@ -675,6 +675,40 @@ def make_falcon_h1(directory: Path) -> Path:
     )
 
 
+def make_nemotron_h(directory: Path) -> Path:
+    """Write a Nemotron-H: each layer is a recurrent state (Mamba 2), an MLP or full attention."""
+    heads, states = 4, 32
+    pattern = "M-M-M*-"
+    weights = Weights(seed=16)
+    for name, kind in zip(weights.decoder(layers=len(pattern), norms=("norm",)), pattern, strict=True):
+        if kind == "M":
+            weights.mamba2(f"{name}.mixer", heads, states)
+        elif kind == "*":
+            weights.attention(f"{name}.mixer", kv_heads=KV_HEADS)
+        else:
+            weights.linear(f"{name}.mixer.up_proj", HIDDEN, HIDDEN)
+            weights.linear(f"{name}.mixer.down_proj", HIDDEN, HIDDEN, gain=0.5)
+    weights.tensors["model.norm_f.weight"] = weights.tensors.pop("model.norm.weight")
+    weights.tensors["model.embeddings.weight"] = weights.tensors.pop("model.embed_tokens.weight")
+    return _write(
+        directory,
+        weights,
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        num_hidden_layers=len(pattern),
+        num_key_value_heads=KV_HEADS,
+        hybrid_override_pattern=pattern,
+        layer_norm_epsilon=1e-6,
+        mamba_num_heads=heads,
+        mamba_head_dim=HEAD_SIZE,
+        ssm_state_size=states,
+        n_groups=1,
+        conv_kernel=4,
+        expand=heads * HEAD_SIZE // HIDDEN,
+        chunk_size=64,
+    )
+
+
 def make_jamba(directory: Path) -> Path:
     """Write a Jamba: three layers with a recurrent state (Mamba 1), then one of full attention."""
     states, rank, expand = 16, 16, 2

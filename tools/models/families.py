@@ -114,6 +114,14 @@ FAMILIES = {
         modes=("transformers",),
         without={"no prefix caching": "vLLM keeps no states then"},
     ),
+    "nemotron-h": Family(
+        "Nemotron-H",
+        "recurrent states (Mamba 2), full attention and MLPs in layers of their own",
+        models.make_nemotron_h,
+        block=64,
+        modes=("transformers",),
+        without={"no prefix caching": "vLLM keeps no states then"},
+    ),
     "jamba": Family(
         "Jamba",
         "recurrent states (Mamba 1) beside full attention",
