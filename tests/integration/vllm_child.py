@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 _IMPORTS = (
     "vllm",
+    "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
     "lmcache_async.engine.engine",
+    "lmcache_async.integration.vllm.connector",
 )
 # The models of most tests; the module of any other model is imported by the engine that uses it.
 _MODELS = ("deepseek_v2", "gemma3", "llama", "mistral", "qwen3_next")
@@ -325,6 +327,14 @@ def _form_groups_of_one_rank_without_threads() -> None:
     torch.distributed.new_group = formed
 
 
+def _register_kernels() -> None:
+    """Replace Triton's kernels in this process already, for which vLLM searches all modules: a quarter of a start."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 def _load_model_class(model: Path) -> None:
     """Register the model's class instead of its name, which vLLM would inspect in another process."""
     from vllm import ModelRegistry
@@ -361,6 +371,7 @@ def main() -> None:
     _remember_model("LlamaForCausalLM")
     cpu_models.replace_operations()
     _form_groups_of_one_rank_without_threads()
+    _register_kernels()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()
     gc.enable()
