@@ -42,6 +42,14 @@ FIRST = (
     "tests/torture/",
     "tests/simulation/",
     "tests/maintenance/",
+    "tests/benchmarks/",
+    "tests/tiers/test_disk_crash.py",
+    "tests/tiers/test_mooncake_failures.py",
+    "tests/web/",
+    "tests/testing/",
+    "tests/stateful/",
+    "tests/daemon/",
+    "tests/compatibility/",
 )
 """Files whose tests take seconds each. Started last, one of them would keep a single process busy at the end."""
 
