@@ -308,11 +308,11 @@ def _allow_asynchronous_scheduling() -> None:
     CpuPlatform.check_and_update_config = staticmethod(check_otherwise)
 
 
-def _form_groups_of_one_rank_without_threads() -> None:
-    """Give torch's process groups of one rank a backend that communicates with nobody.
+def _replace_gloo_for_one_rank() -> None:
+    """Use torch's backend `fake`, which has no threads, for process groups of one rank.
 
-    vLLM makes a dozen of them per process. With gloo each has a thread that polls a hundred times per second, and
-    the idle engines of a test run take an eighth of two cores.
+    vLLM creates a dozen of these groups per process. With gloo, each has a thread that polls a hundred times per
+    second, and the idle engines of a test run take an eighth of two cores.
     """
     import torch.distributed
     import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -328,7 +328,7 @@ def _form_groups_of_one_rank_without_threads() -> None:
 
 
 def _register_kernels() -> None:
-    """Replace Triton's kernels in this process already, for which vLLM searches all modules: a quarter of a start."""
+    """Replace Triton's kernels before the fork. vLLM searches all modules for them, which is a quarter of a start."""
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides()
@@ -370,7 +370,7 @@ def main() -> None:
     worker.BEGIN_S = 60.0  # the machine may be busy, and these tests need hits
     _remember_model("LlamaForCausalLM")
     cpu_models.replace_operations()
-    _form_groups_of_one_rank_without_threads()
+    _replace_gloo_for_one_rank()
     _register_kernels()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of the forks need not be collected
     gc.freeze()

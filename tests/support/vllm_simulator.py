@@ -587,15 +587,11 @@ class Simulators:
     def end_calls(self, sim: SimulatedVLLM) -> None:
         """Wait until no store or load is running or about to start on the engines' loops."""
 
-        def ended() -> bool:
-            for rank in sim.ranks:
-                for each in own_connector(rank.connector).worker.engines:
-                    transfers = each._transfers
-                    if transfers._storing or transfers._loading or each.engine.statistics().running:
-                        return False
-            return True
+        def busy(engine: Any) -> bool:
+            transfers = engine._transfers
+            return bool(transfers._storing or transfers._loading or engine.engine.statistics().running)
 
-        self.until(ended)
+        self.until(lambda: not any(map(busy, rank_engines_of(sim))))
 
 
 def own_connector(connector: Any) -> Any:
@@ -611,9 +607,14 @@ def engine_of(rank: Any) -> Any:
     return own_connector(rank.connector).worker.engines[0].engine
 
 
+def rank_engines_of(sim: SimulatedVLLM) -> list[Any]:
+    """The `RankEngine`s of all ranks, and of all shards of their KV heads."""
+    return [each for rank in sim.ranks for each in own_connector(rank.connector).worker.engines]
+
+
 def engines_of(sim: SimulatedVLLM) -> list[Any]:
     """The engines of all ranks, and of all shards of their KV heads."""
-    return [each.engine for rank in sim.ranks for each in own_connector(rank.connector).worker.engines]
+    return [each.engine for each in rank_engines_of(sim)]
 
 
 def expected(tokens: list[int], max_tokens: int) -> list[int]:
