@@ -24,6 +24,33 @@ def replace_operations() -> None:
     ssd_combined._mamba_chunk_scan_combined_fwd = _scan_mamba2_by_chunks(scan)
 
 
+def replace_operations_of_kimi_linear() -> None:
+    """Let a Kimi Linear run on a CPU: replace the kernels of Kimi Delta Attention (KDA), and use vLLM's general MLA layer.
+
+    vLLM has two versions of the model. Without an AMD GPU it takes that for NVIDIA, whose MLA layer consists of Triton
+    kernels. The other one is the general layer, as long as the library for AMD GPUs is missing.
+    """
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    name = "KimiLinearForCausalLM"
+    ModelRegistry.register_model(name, f"vllm.models.kimi_k3.amd.linear:{name}")
+    convolve = kimi_gdn_linear_attn.causal_conv1d_update
+    # The kernel for CPUs requires contiguous rows.
+    kimi_gdn_linear_attn.causal_conv1d_update = lambda rows, *args, **options: convolve(
+        rows.contiguous(), *args, **options
+    )
+    kimi_gdn_linear_attn.gather_initial_states = _initial_states
+    kda.chunk_kda_with_fused_gate = _scan_kda
+    kda.fused_recurrent_kda_packed_decode = _step_kda
+    # A block is as large as a state; vLLM divides it for the kernel, which has blocks of 16 tokens.
+    CPUMLABackend.supports_block_size = classmethod(lambda cls, size: size is None or size % 16 == 0)
+    CPUModelRunner._zero_block_ids = _zero_blocks
+
+
 def continue_mla_prefills() -> None:
     """Let models with MLA continue a prefill on a CPU without AMX.
 
@@ -38,7 +65,12 @@ def continue_mla_prefills() -> None:
     def check_otherwise(vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         prefix_caching, step_tokens = cache.enable_prefix_caching, scheduler.max_num_batched_tokens
+        block_size = cache.block_size
         check(vllm_config)
+        if (
+            vllm_config.model_config.is_hybrid
+        ):  # its blocks are as large as a state, not as those of the kernel
+            cache.block_size = block_size
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = True, step_tokens
         cache.enable_prefix_caching = prefix_caching
 
@@ -185,3 +217,96 @@ def _store_checkpoint(
             block, end = checkpoint.state_indices[row], query_start_loc[row] + offset
             conv_state[block, :, :state_len] = x[:, end - state_len : end]
             ssm_state[block] = chunk_states[chunk_idx[row]]
+
+
+def _zero_blocks(runner: Any, block_ids: list[int]) -> None:
+    """Zero new blocks of attention. vLLM's version for CPUs takes the numbers of blocks for those of the kernel's blocks."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    for group in runner.kv_cache_config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, AttentionSpec):
+            for layer in group.layer_names:
+                cache = runner.compilation_config.static_forward_context[layer].kv_cache
+                cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))[block_ids] = 0
+
+
+def _initial_states(states: Any, indices: Any, has_initial_state: Any) -> Any:
+    """The states of the rows of a batch, zeros for a row without one."""
+    return states[indices].masked_fill(~has_initial_state[:, None, None, None], 0)
+
+
+def _scan_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    raw_g: Any,
+    raw_beta: Any,
+    A_log: Any,
+    g_bias: Any,
+    *,
+    initial_state: Any,
+    cu_seqlens: Any,
+    **_: Any,
+) -> tuple[Any, Any]:
+    """Scan the sequences of a batch. Return the outputs and the states at the ends of the sequences.
+
+    `q`, `k`, `v`, `raw_g`: (1, tokens, heads, channels); `raw_beta`: (1, tokens, heads); states: (sequences, heads,
+    values, keys). The recurrence is that of Kimi Linear (arXiv:2510.26692).
+    """
+    import torch
+
+    decay, beta = _gates_of_kda(raw_g[0], raw_beta[0], A_log, g_bias)
+    out = torch.empty_like(v)
+    states = []
+    for row, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        state = initial_state[row].float()
+        for token in range(start, stop):
+            state = _next_state_of_kda(state, k[0, token], v[0, token], decay[token], beta[token])
+            out[0, token] = _output_of_kda(state, q[0, token])
+        states.append(state)
+    return out, torch.stack(states)
+
+
+def _step_kda(
+    mixed_qkv: Any,
+    raw_g: Any,
+    raw_beta: Any,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: Any,
+    initial_state: Any,
+    state_indices: Any,
+) -> tuple[Any, Any]:
+    """Update the states at `state_indices` by one token each. `mixed_qkv`: (rows, 3 * heads * channels)."""
+    assert lower_bound is None
+    rows, heads, channels = raw_g.shape[1:]
+    q, k, v = mixed_qkv.view(rows, 3, heads, channels).unbind(1)
+    decay, beta = _gates_of_kda(raw_g[0], raw_beta[0], A_log, dt_bias)
+    state = _next_state_of_kda(initial_state[state_indices].float(), k, v, decay, beta)
+    initial_state[state_indices] = state
+    return _output_of_kda(state, q)[None].to(mixed_qkv.dtype), initial_state
+
+
+def _gates_of_kda(raw_g: Any, raw_beta: Any, A_log: Any, g_bias: Any) -> tuple[Any, Any]:
+    """The decay of each channel of a state, (tokens, heads, channels), and the weight of each token, (tokens, heads)."""
+    import torch
+    from torch.nn import functional
+
+    steps = functional.softplus(raw_g.float() + g_bias.view(raw_g.shape[1:]))
+    return torch.exp(-torch.exp(A_log)[:, None] * steps), torch.sigmoid(raw_beta.float())
+
+
+def _next_state_of_kda(state: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+    k = _normalized(k)[..., None, :]
+    state = state * decay[..., None, :]
+    change = (v.float() - (state * k).sum(-1)) * beta[..., None]
+    return state + change[..., None] * k
+
+
+def _output_of_kda(state: Any, q: Any) -> Any:
+    return (state * _normalized(q)[..., None, :]).sum(-1) * q.shape[-1] ** -0.5
+
+
+def _normalized(vectors: Any) -> Any:
+    vectors = vectors.float()
+    return vectors * (vectors.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -24,6 +24,14 @@ GEMMA2_WINDOW, GPT_OSS_WINDOW = 100, 80  # these end inside a block
 LLAMA4_CHUNK = 128  # tokens of an attention chunk
 KV_HEADS = 2  # of the families with grouped-query attention
 EXPERTS, EXPERT_SIZE = 4, 64  # of the families with a mixture of experts
+# vLLM's CPU kernel for MLA requires latents of 512 and 64 numbers.
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -180,6 +188,35 @@ class Weights:
         for part, size in (("dt", rank), ("b", states), ("c", states)):
             self.constant(f"{name}.{part}_layernorm", size, 1.0)
         self.linear(f"{name}.out_proj", HIDDEN, inner)
+
+    def kda(self, name: str, heads: int) -> None:
+        """A layer of Kimi Delta Attention, whose states decay slowly."""
+        inner = heads * HEAD_SIZE
+        for part in ("q", "k", "v"):
+            self.linear(f"{name}.{part}_proj", inner, HIDDEN)
+            self.normal(f"{name}.{part}_conv1d.weight", inner, 1, 4, scale=0.5)
+        for part in ("f", "g"):
+            self.linear(f"{name}.{part}_a_proj", HEAD_SIZE, HIDDEN)
+            self.linear(f"{name}.{part}_b_proj", inner, HEAD_SIZE)
+        self.linear(f"{name}.b_proj", heads, HIDDEN)
+        self.tensors[f"{name}.A_log"] = torch.linspace(-5.0, -2.0, heads).view(1, 1, heads, 1)
+        self.tensors[f"{name}.dt_bias"] = torch.full((inner,), -2.0)
+        self.constant(f"{name}.o_norm", HEAD_SIZE, 1.0)
+        self.linear(f"{name}.o_proj", HIDDEN, inner)
+
+    def mla(self, name: str) -> None:
+        """Attention with one latent vector per token (MLA)."""
+        self.linear(
+            f"{name}.q_proj", HEADS * (MLA["qk_nope_head_dim"] + MLA["qk_rope_head_dim"]), HIDDEN, gain=2.2
+        )
+        self.linear(
+            f"{name}.kv_a_proj_with_mqa", MLA["kv_lora_rank"] + MLA["qk_rope_head_dim"], HIDDEN, gain=2.2
+        )
+        self.constant(f"{name}.kv_a_layernorm", MLA["kv_lora_rank"], 1.0)
+        self.linear(
+            f"{name}.kv_b_proj", HEADS * (MLA["qk_nope_head_dim"] + MLA["v_head_dim"]), MLA["kv_lora_rank"]
+        )
+        self.linear(f"{name}.o_proj", HIDDEN, HEADS * MLA["v_head_dim"])
 
 
 def make_image_model(directory: Path, *, image_mean: float = 0.5) -> Path:
@@ -440,28 +477,19 @@ def make_llama4(directory: Path) -> Path:
 
 
 def make_mla_model(directory: Path) -> Path:
-    """Write a DeepSeek-V2 with dense layers only. vLLM's CPU kernel requires latents of 512 and 64 numbers."""
-    latent, rope, nope, value = 512, 64, 64, 64
+    """Write a DeepSeek-V2 with dense layers only."""
     weights = Weights(seed=3)
     for name in weights.decoder():
-        weights.linear(f"{name}.self_attn.q_proj", HEADS * (nope + rope), HIDDEN, gain=2.2)
-        weights.linear(f"{name}.self_attn.kv_a_proj_with_mqa", latent + rope, HIDDEN, gain=2.2)
-        weights.constant(f"{name}.self_attn.kv_a_layernorm", latent, 1.0)
-        weights.linear(f"{name}.self_attn.kv_b_proj", HEADS * (nope + value), latent)
-        weights.linear(f"{name}.self_attn.o_proj", HIDDEN, HEADS * value)
+        weights.mla(f"{name}.self_attn")
         weights.mlp(f"{name}.mlp")
     return _write(
         directory,
         weights,
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
-        head_dim=rope,
+        **MLA,
+        head_dim=MLA["qk_rope_head_dim"],
         moe_intermediate_size=HIDDEN,
-        q_lora_rank=None,
-        kv_lora_rank=latent,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
         n_routed_experts=2,
         num_experts_per_tok=1,
         first_k_dense_replace=LAYERS,
@@ -740,6 +768,39 @@ def make_jamba(directory: Path) -> Path:
         mamba_conv_bias=True,
         mamba_proj_bias=False,
         use_mamba_kernels=False,
+    )
+
+
+def make_kimi_linear(directory: Path) -> Path:
+    """Write a Kimi Linear: three layers with a recurrent state (KDA), then one of MLA."""
+    weights = Weights(seed=17)
+    for index, name in enumerate(weights.decoder(layers=4)):
+        if index < 3:
+            weights.kda(f"{name}.self_attn", HEADS)
+        else:
+            weights.mla(f"{name}.self_attn")
+        weights.mlp(f"{name}.mlp")
+    return _write(
+        directory,
+        weights,
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        **MLA,
+        num_hidden_layers=4,
+        mla_use_nope=True,
+        linear_attn_config={
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+            "num_heads": HEADS,
+            "head_dim": HEAD_SIZE,
+            "short_conv_kernel_size": 4,
+        },
+        pad_token_id=0,
+        rms_norm_eps=1e-5,  # of the norm of a KDA layer, whatever the config says
+        moe_intermediate_size=HIDDEN,
+        num_experts=2,
+        num_experts_per_token=1,
+        first_k_dense_replace=4,
     )
 
 

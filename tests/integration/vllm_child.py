@@ -340,6 +340,8 @@ def _load_model_class(model: Path) -> None:
     from vllm import ModelRegistry
 
     [architecture] = json.loads((model / "config.json").read_text())["architectures"]
+    if architecture == "KimiLinearForCausalLM":
+        cpu_models.replace_operations_of_kimi_linear()
     registered = ModelRegistry.models[architecture]
     if hasattr(registered, "module_name"):
         ModelRegistry.register_model(architecture, registered.load_model_cls())

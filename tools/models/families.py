@@ -138,6 +138,15 @@ FAMILIES = {
         modes=("transformers",),
         options={"attention_backend": "CPU_MLA", "block_size": 16, "enable_prefix_caching": True},
     ),
+    "kimi-linear": Family(
+        "Kimi Linear",
+        "recurrent states (KDA) beside MLA",
+        models.make_kimi_linear,
+        block=128,
+        modes=("transformers",),
+        options={"attention_backend": "CPU_MLA", "enable_prefix_caching": True},
+        without={"no prefix caching": "vLLM keeps no states then"},
+    ),
     "qwen2.5-vl": Family(
         "Qwen2.5-VL",
         "full attention, prompts with images or videos",
