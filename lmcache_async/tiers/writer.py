@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -192,8 +193,10 @@ class TierWriter:
         finally:
             for worker in self._workers:
                 worker.cancel()
-            while self._queue:  # before the next await, so that a second cancellation cannot skip it
-                self._end(self._queue.popleft(), self._was_closed())
+            # Before the next await, so that a second cancellation cannot skip it.
+            left = list(self._queue)
+            self._queue.clear()
+            self._end(left, [self._was_closed()] * len(left))
             await asyncio.gather(*self._workers, return_exceptions=True)
 
     def statistics(self) -> WriterStatistics:
@@ -243,8 +246,7 @@ class TierWriter:
                 outcome = await self._tier.put([(item.key, item.buffer) for item in items])
                 self._measure(items, outcome, start, loop.time())
             finally:
-                for item, error_or_none in zip(items, outcome, strict=True):
-                    self._end(item, error_or_none)
+                self._end(items, outcome)
 
     def _measure(
         self, items: Sequence[_Item], outcome: Sequence[TierError | None], start: float, end: float
@@ -268,14 +270,19 @@ class TierWriter:
             nbytes += items[-1].buffer.nbytes
         return items
 
-    def _end(self, item: _Item, error: TierError | None) -> None:
-        self._budget.release(item.buffer.nbytes)
-        item.buffer.release()
-        self._pending.discard(item.done)
-        # Called by the loop, which reports an error and continues. Callbacks of the future are called later.
-        item.done.get_loop().call_soon(item.counted, [error])
-        if not item.done.done():
-            item.done.set_result(error)
+    def _end(self, items: Sequence[_Item], outcomes: Sequence[TierError | None]) -> None:
+        """Return the room and the leases of chunks, and set their futures."""
+        for count, group in itertools.groupby(
+            zip(items, outcomes, strict=True), lambda pair: pair[0].counted
+        ):
+            # Called by the loop, which reports an error and continues. Callbacks of the futures are called later.
+            asyncio.get_running_loop().call_soon(count, [error for _, error in group])
+        for item, error in zip(items, outcomes, strict=True):
+            self._budget.release(item.buffer.nbytes)
+            item.buffer.release()
+            self._pending.discard(item.done)
+            if not item.done.done():
+                item.done.set_result(error)
 
     def _refusal(self) -> TierError | None:
         return self._was_closed() if self._closed else None

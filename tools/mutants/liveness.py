@@ -20,7 +20,7 @@ LEASES = (
     Mutation(
         "the writer does not release its lease",
         WRITER,
-        "        item.buffer.release()\n",
+        "            item.buffer.release()\n",
         "",
         TEST_WRITER,
     ),
