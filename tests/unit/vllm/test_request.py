@@ -175,7 +175,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.open: dict[str, Lookup] = {}
         self.unanswered: dict[str, Lookup] = {}  # also released ones
         self.asked_at = 0.0
-        self.asked_preemptions = 0
+        self.asked_preemptions = self.asked_epoch = 0
         self.hit: int | None = None
         self.load_failed = False
         self.released: list[str] = []
@@ -207,9 +207,12 @@ class TrackerMachine(RuleBasedStateMachine):
         self.local = local * BLOCK
         self.tracker.local_found(self.local)
         refresh = self.tracker.refresh_lookup(self.now, self.epoch, may_repeat=True)
+        preempted = self.view.num_preemptions > self.asked_preemptions
+        reset = self.epoch > self.asked_epoch and not self.load_failed
+        assert refresh.ask or not (preempted or reset)
         if refresh.ask:
-            assert not self.load_failed or self.view.num_preemptions > self.asked_preemptions
-            self.asked_preemptions = self.view.num_preemptions
+            assert preempted or not self.load_failed
+            self.asked_preemptions, self.asked_epoch = self.view.num_preemptions, self.epoch
             self._release(refresh.release)
             self.names += 1
             lookup = Lookup(str(self.names), self.view.num_tokens, self.epoch, self.now)
@@ -251,6 +254,7 @@ class TrackerMachine(RuleBasedStateMachine):
             self.tracker.skip_stored(self.epoch)
             self.loading = load
             self.offered = 0
+            self.view.num_computed_tokens = self.local + load  # vLLM counts them from the start of the load
         else:
             self._release(self.tracker.lookup_unused())
             self.view.num_computed_tokens = max(self.view.num_computed_tokens, self.local)
@@ -278,6 +282,8 @@ class TrackerMachine(RuleBasedStateMachine):
             first = data.draw(st.integers(self.local // BLOCK, computed // BLOCK - 1)) * BLOCK
             self.tracker.load_tokens_failed(first)
             self.load_failed = True
+            if not self.done and data.draw(st.booleans()):  # another rank is still loading
+                self.step(0, room=30)
             # vLLM computes these tokens again, and they may be stored again.
             self.stored = [tokens for tokens in self.stored if tokens.stop <= first // CHUNK * CHUNK]
             computed = first
@@ -333,6 +339,7 @@ class TrackerMachine(RuleBasedStateMachine):
         computed = self.tracker.known_after(0)
         spans, dropped = self.tracker.finished(computed, room)
         assert dropped >= 0
+        assert not (spans and self.loading)
         self._stored(spans, computed)
 
     @invariant()
