@@ -47,7 +47,7 @@ class LeftoverFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """How a store is opened.
+    """Options for opening a store.
 
     Attributes:
         change: Open it to change it. A directory is locked.

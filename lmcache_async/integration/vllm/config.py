@@ -175,7 +175,7 @@ def head_shards(config: EngineConfig, vllm_config: Any, kv_cache_config: Any) ->
 
 
 def _shards_reason(shards: int, vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why the KV heads cannot be divided into so many shards; None if they can.
+    """Return the reason why the KV heads cannot be divided into so many shards; None if they can.
 
     Every shard has whole heads. Therefore each head belongs to one rank, and no rank has a replica of another one's.
     """
@@ -384,7 +384,7 @@ def _plain(value: Any) -> Any:
 
 
 def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this model or setup is not supported, with a remedy if there is one; None if it is.
+    """Return the reason why this model or setup is not supported, with a remedy if there is one; None if it is.
 
     The result is the same in the scheduler's process and in every worker process.
     """
@@ -402,7 +402,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why KV cache groups of these kinds are not supported."""
+    """Return the reason why KV cache groups of these kinds are not supported."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "the model has no KV cache"
@@ -447,9 +447,9 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why a prefill cannot continue after a cached prefix: the cases in which vLLM disables its own prefix caching.
+    """Return the reason why a prefill cannot continue after a cached prefix. VLLM disables its own prefix caching then.
 
-    `enable_prefix_caching` alone does not show them, because users may disable prefix caching and use this connector
+    `enable_prefix_caching` alone does not show these cases, because users may disable prefix caching and use this connector
     instead.
     """
     model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
@@ -467,7 +467,7 @@ def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def backend_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why the worker's layers or attention backends, which only a worker knows, are not supported; None if they are."""
+    """Return the reason why the layers or attention backends of this worker are not supported; None if they are."""
     without = [index for index, group in enumerate(kv_cache_config.kv_cache_groups) if not group.layer_names]
     if without:
         return (

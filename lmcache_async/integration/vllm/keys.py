@@ -367,7 +367,7 @@ class Promise:
         return {PROMISE_FIELD: {"version": _PROMISE_VERSION, **asdict(self)}}
 
     def doubt(self, keys: RequestKeys, chunk_size: int) -> str:
-        """Why the promise cannot be of the request with these keys, which are hashed; "" if it can."""
+        """Return the reason why the promise is not for the request with these hashed keys; "" if it may be."""
         if self.tokens > keys.num_prompt_tokens:
             return f"it is of {self.tokens} tokens, and the prompt has {keys.num_prompt_tokens}"
         digests = keys.digests(self.tokens, chunk_size)

@@ -222,7 +222,7 @@ class LoadPolicy:
         return Verdict(decided, chosen, why or _in_words(decided, hit, chosen, times))
 
     def _forced(self, promised: bool) -> str:
-        """Why the hit is loaded without comparing times; "" if they are compared."""
+        """Return the reason for loading the hit without comparing times; "" if they are compared."""
         if promised:
             return "another vLLM has computed it for this one"
         if self._always:

@@ -794,7 +794,7 @@ class Query:
         return await self._with_boundary(keys, lookup, answer)
 
     def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
-        """The answer from what the only rank, in this process, knows at once; None if that is not sure to be all of it."""
+        """Answer a lookup at once from the memory of the only rank, in this process; None if other tiers may have more."""
         memory = server.memory()
         if memory is None or not self._has_chunks:
             return None

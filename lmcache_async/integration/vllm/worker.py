@@ -699,7 +699,7 @@ class RankEngine:
 
     @property
     def tcp_address(self) -> TCPAddress | None:
-        """Where the lookup server is reached over TCP; None if it is a unix socket, or not open."""
+        """Address of the lookup server over TCP; None if it listens at a unix socket, or is not open."""
         return self.server.tcp_address if self.server is not None else None
 
     def take_report(self, step: int) -> WorkerReport:
