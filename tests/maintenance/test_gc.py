@@ -185,7 +185,7 @@ def test_each_reason_is_printed(root):
 
     shown = []
     for options in (
-        ["--quarantine", "--older-than", "1s", "--max-bytes", "9KiB"],
+        ["--quarantine", "--older-than", "1h", "--max-bytes", "9KiB"],
         ["--namespace", "model=model-a"],
     ):
         shown += invoke("gc", root, *options, "--dry-run").stdout.splitlines()
