@@ -68,13 +68,13 @@ class Capabilities:
         in_arena: `get` returns leases of arena slabs without a copy, and `put` keeps a lease.
         own_memory: `get` returns leases of the tier's own memory instead of memory of `allocate`. The memory
             is shared with other readers (`Buffer.shared`) and must not be written to.
-        writes: `put` is implemented. A tier without it is never written to and does not count as lacking
-            chunks.
+        writes: `put` is implemented. A tier without this capability is read-only: chunks that it does not have
+            do not count as missing.
         persistent: Content outlives the process.
         removes: `remove` is implemented.
         lists: `keys` is implemented.
         local_index: `contains` is answered from memory of this process, so a lookup of every key is cheap.
-        shared: Other processes, also of other hosts, find a chunk as soon as `put` has returned.
+        shared: Other processes, including those on other hosts, find a chunk as soon as `put` has returned.
         max_concurrency: Number of chunks that the default batch methods transfer concurrently.
         medium: Where the tier stores records.
     """
@@ -138,14 +138,14 @@ class Tier(ABC, Generic[ConfigT]):
 
     The bytes of a buffer are one sealed record. A tier stores and returns them unchanged and need not parse
     them. Calls may overlap. A chunk is immutable: a second `put` of a key stores the same content, and either
-    copy may be kept. Every coroutine is a cancellation point. After cancellation it does not touch the
-    caller's buffer and holds no lease that it made.
+    copy may be kept. Every coroutine is a cancellation point. A cancelled call must not access the caller's
+    buffer after it has ended, nor keep a lease that it took.
 
-    Buffers belong to the call that received them. Buffers of `allocate` that `get` does not return are
-    released when the call ends, for whatever reason; a call may hold two per key. The buffer passed to `put`
-    is read-only and valid until the call ends. To use the bytes for longer, take a lease of your own
-    (`buffer.retain()`), which is read-only too, or copy them. A tier may release the buffers that it received
-    but does not have to.
+    A buffer belongs to the call that received it. Buffers from `allocate` that `get` does not return are
+    released when the call ends, whatever the reason; a call may hold at most two per key. The buffer passed
+    to `put` is read-only and valid until the call ends. To use its bytes for longer, copy them, or take a
+    further lease with `buffer.retain()`, which is also read-only. A tier may release the buffers that it
+    received but does not have to.
 
     Args:
         config: Options of the tier, an instance of `config_type`.
@@ -256,13 +256,16 @@ class Tier(ABC, Generic[ConfigT]):
         return len(keys)
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Call `contains` for each key, in order. Called only for tiers with a `local_index`."""
+        """Return for each key whether `get` would find the chunk now.
+
+        Called for tiers with a `local_index`, and for lookups that must cover all keys, not only a prefix.
+        """
         return [check_flag("contains", await self.contains(key)) for key in keys]
 
     async def get_many(self, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | TierError | None]:
         """Call `get` for each key; the results are in the order of `keys`.
 
-        If the call is cancelled, every buffer it has received is released before it ends.
+        If the call is cancelled, all buffers read so far are released before it ends.
 
         Returns:
             For each key a buffer leased to the caller, None on a miss, or the error of that chunk.
@@ -324,8 +327,8 @@ class Tier(ABC, Generic[ConfigT]):
     def lacks(self, key: ChunkKey) -> bool:
         """Return whether the chunk is known not to be stored now. The default is False: unknown.
 
-        Like `count_in_memory` it is called from any thread, also at the same time as other methods, and must not wait. A
-        tier with a `local_index` can answer from it, and vLLM then need not wait for a lookup of a new prompt.
+        Like `count_in_memory`, it may be called from any thread and concurrently with other methods, and must not block.
+        A tier with a `local_index` can answer from the index; vLLM then need not wait for the lookup of a new prompt.
         """
         del key
         return False
@@ -333,8 +336,8 @@ class Tier(ABC, Generic[ConfigT]):
     def count_in_memory(self, keys: Sequence[ChunkKey]) -> int | None:
         """Count the leading keys that a tier with the capability `in_arena` has now. The default is None: unknown.
 
-        Unlike `count_prefix` it is called from any thread, also at the same time as other methods, and must not wait. For
-        an eviction policy it is a lookup like any other. The result may be outdated when the caller uses it.
+        Unlike `count_prefix`, it may be called from any thread and concurrently with other methods, and must not block.
+        An eviction policy treats it as a lookup. The result may be outdated when the caller uses it.
         """
         del keys
         return None

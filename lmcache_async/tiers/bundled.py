@@ -22,7 +22,7 @@ OpenedT = TypeVar("OpenedT")
 
 
 class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
-    """A tier with an object that exists while it is open. Used on one event loop.
+    """A tier with a backend object, which exists while the tier is open. Used on one event loop.
 
     A derived class overrides `contains_many`, `get_many` and `put_many`, or the methods for single chunks.
 
@@ -62,7 +62,7 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
             raise error
 
     def statistics(self) -> TierStatistics:
-        """Return the counts of corrupt records. By default only the backend knows number and size of records."""
+        """Return the counts of corrupt records. The base class has no number or size of records."""
         return TierStatistics(corrupt=self._corrupt.total(), corrupt_by_cause=dict(self._corrupt))
 
     def _open(self, opened: OpenedT) -> None:
@@ -75,7 +75,7 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
         return self._arena
 
     def _usable(self) -> OpenedT:
-        """Return what is open. Raise TierClosedError if nothing is, or if it was opened before a fork."""
+        """Return the backend object. Raise TierClosedError if the tier is not open, or was opened before a fork."""
         if self._opened is None:
             raise TierClosedError(f"the {self._label} is not open")
         if self._process != os.getpid():
@@ -86,7 +86,7 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[OpenedT]:
-        """Return what is open. It is not closed in the block."""
+        """Provide the backend object for one call. Closing the tier waits until the block has ended."""
         opened = self._usable()
         self._running += 1
         try:
@@ -99,7 +99,7 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
     async def _end_calls(self) -> None:
         """Start no further call, and wait until no call is running. Only one task may wait.
 
-        There is no deadline: the caller must already have made the calls end. Cancellation only stops the wait.
+        There is no deadline, so the caller must make sure that the calls end. Cancellation only stops the wait.
         """
         self._opened = None
         if self._running:

@@ -1,4 +1,4 @@
-"""Connections of the bundled tiers to their servers: deadlines, and the end of a connection."""
+"""Base class for connections of the bundled tiers to their servers, and deadlines for their calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncI
 
 
 class ClientConnection(asyncio.BaseProtocol, ABC):
-    """A connection to a server, which is not reopened after its end. Base of the protocols of the tiers.
+    """Base class of the tiers' protocols: a connection to a server that is not reopened after it has ended.
 
     Args:
         where: The server, for messages.
@@ -52,7 +52,7 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
         return self._transport
 
     def abort(self, error: TierError | None = None) -> None:
-        """Close at once. Calls under way and later ones fail with the first error of the connection."""
+        """Close at once. Calls in progress and later calls fail with the first error of the connection."""
         if self._error is None:
             error = error or TierUnavailableError(f"{self.where}: the connection was aborted")
             self._error = type(error)(str(error))  # without a traceback, which keeps memory alive
@@ -87,9 +87,9 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
 
     @abstractmethod
     def _fail_calls(self) -> None:
-        """End the calls under way with `_problem()`."""
+        """Fail the calls in progress, each with a new error from `_problem()`."""
 
     def _problem(self) -> TierError:
-        """Return a new error: one for all waiters would collect the tracebacks of all of them."""
+        """Return a copy of the error, one for each waiter: a shared error would collect the tracebacks of all waiters."""
         assert self._error is not None
         return type(self._error)(str(self._error))

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from lmcache_async.types import ChunkKey
 
-# Number of remembered predecessors of chunks that are not stored yet (looked up, store still to come): the number
+# Number of remembered predecessors of chunks that are not stored yet (looked up, to be stored later): the number
 # of stored chunks, within these bounds. Most chunks looked up in a full tier are never stored, so their entries
 # are useless. The lower bound covers a prompt of a million tokens in chunks of 256. An entry takes about 230 bytes.
 MIN_HINTS = 1 << 12
@@ -17,7 +17,7 @@ MAX_HINTS = 1 << 16
 
 
 class LRUPolicy:
-    """Selects the chunks that a full tier deletes: the least recently used one that has no stored continuation.
+    """Selects the chunks that a full tier deletes: the least recently used ones without a stored continuation.
 
     The policy orders keys; the tier that owns it moves the bytes. It has no I/O and no clock and is used on one
     thread. A chunk is usable only while all chunks before it in its prompt are stored, so a suffix is evicted
@@ -32,7 +32,7 @@ class LRUPolicy:
       arrive in several batches or chunk by chunk, and interleaved batches, if one lookup contained the chunks
       together.
 
-    Each operation costs O(1) per key, amortised: each parking is paid for by one return to the queue.
+    Each operation takes amortised O(1) time per key: a key is parked at most once each time it enters the queue.
 
     Args:
         max_hints: Maximum number of remembered predecessors of chunks that are not stored.
@@ -72,7 +72,7 @@ class LRUPolicy:
     def touch(self, keys: Sequence[ChunkKey], *, gapless: bool = True) -> None:
         """Record the use or lookup of consecutive chunks of one prompt.
 
-        Keys that are not stored count too: a bounded number of their positions is remembered.
+        The predecessors of keys that are not stored are remembered too, up to a maximum number.
 
         Args:
             keys: Keys in prefix order.
@@ -92,7 +92,7 @@ class LRUPolicy:
             if known == parent:
                 continue
             if known is not None and not gapless:
-                # The nearer of the two is the predecessor. A known one that is in this batch is further ahead.
+                # Keep the nearer one. A known predecessor that is in this batch is farther from `child` than `parent` is.
                 seen = seen or set(keys)
                 if known not in seen:
                     continue
@@ -119,9 +119,9 @@ class LRUPolicy:
         return self._parents.get(key)
 
     def discard(self, key: ChunkKey) -> bool:
-        """Remove a key that is not stored, after all or any more. Return whether it was recorded.
+        """Remove a key whose chunk was deleted, or was not stored after all. Return whether it was recorded.
 
-        Its predecessor is remembered, so that chunks that continue it do not evict it.
+        Its predecessor is remembered: if the key is added again, it does not evict its predecessor.
         """
         size = self._sizes.pop(key, None)
         if size is None:
@@ -143,7 +143,7 @@ class LRUPolicy:
         Args:
             wanted: Total size to free, in the unit of `add`.
             evictable: Returns False for a chunk that is in use; such a chunk counts as touched.
-            last_resort: If nothing else is left, also select chunks before one that is in use.
+            last_resort: If nothing else is left, also select predecessors of chunks that are in use.
 
         Returns:
             Chunks with a total size of at least `wanted`, in the order of deletion; an empty list if that is
@@ -190,7 +190,7 @@ class LRUPolicy:
         return victims
 
     def oldest(self, evictable: Callable[[ChunkKey], bool]) -> ChunkKey | None:
-        """Return the evictable chunk to evict first; it stays recorded.
+        """Return the evictable chunk to evict first, without removing it; None if there is none.
 
         Chunks that are not evictable keep their age, so each call passes over them again.
         """

@@ -1,4 +1,4 @@
-"""A tier as the engine calls it: in batches, through its layers, with a deadline and the checks of its contract."""
+"""Handle through which the engine calls a tier: in batches, with layers, a deadline and checks of its results."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ class CallLeases:
     def retained(self, lease: Buffer) -> None:
         """Register a further lease that the tier took with `retain`.
 
-        Further leases of a read's memory end with the call. Those of a put's buffer belong to the tier.
+        A further lease of memory from `allocate` ends with the call. A further lease of a buffer passed to `put` belongs
+        to the tier.
         """
         if not lease.readonly:
             lease.owner = self
@@ -145,7 +146,7 @@ class CallLeases:
         return buffer.owner is self or (self._foreign and buffer.owner is None)
 
     def close(self, unused: object) -> None:
-        """End the call: release the remaining leases, and the tier's own leases in a result that is not used."""
+        """End the call: release its remaining leases, and leases of the tier's own memory in a discarded result."""
         self._ended = True
         if self._foreign and isinstance(unused, list | tuple):
             release_results([one for one in unused if isinstance(one, Buffer) and one.owner is None])
@@ -178,11 +179,11 @@ class TierHandle:
     Args:
         close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
             `timeout_s`, which is also the default.
-        watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not visible here.
+        watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not reported.
 
     Attributes:
         capabilities: Capabilities of the tier, read when it was created, bound and opened.
-        layers: The layers, outermost first, with the deadline.
+        layers: The layers, outermost first, including a deadline layer that was added.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class TierHandle:
         return sum(layer.late_calls for layer in self._deadlines)
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until the calls abandoned so far have ended. Return False if `timeout_s` has passed before."""
+        """Wait until the calls abandoned so far have ended. Return False if they have not within `timeout_s`."""
         return all(await asyncio.gather(*(layer.drain(timeout_s=timeout_s) for layer in self._deadlines)))
 
     def bind(self, arena: Arena) -> None:
@@ -237,7 +238,10 @@ class TierHandle:
             layer.bind(arena)
 
     async def __aenter__(self) -> Self:
-        """Open the tier. Errors derived from Exception are passed on, so that the engine does not open."""
+        """Open the tier. Errors propagate, so that the engine does not open.
+
+        An error that is not derived from Exception is converted to a TierError, unless it ends the calling task.
+        """
         task = running_task()
         try:
             async with asyncio.timeout(self._open_timeout_s) as timeout:
@@ -252,8 +256,8 @@ class TierHandle:
             if not timeout.expired():
                 raise
             raise TierUnavailableError(
-                f"tier {self.name!r}: was not open after {self._open_timeout_s} s;"
-                " see whether its backend answers, or give the tier a larger open_timeout_s"
+                f"tier {self.name!r}: did not open within {self._open_timeout_s} s;"
+                " check that its backend answers, or raise open_timeout_s of the tier"
             ) from error
         self._update_capabilities()
         return self
@@ -268,7 +272,7 @@ class TierHandle:
                     await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
         except TimeoutError:
             waited_s = 2 * self._close_timeout_s
-            self._report("close", f"was not closed after {waited_s} s; it is abandoned")
+            self._report("close", f"did not close within {waited_s} s; it is abandoned")
         except LMCacheAsyncError as failure:
             self._report("closing", f"closing failed: {describe(failure)}")
 
@@ -346,9 +350,9 @@ class TierHandle:
                 await self._guarded("keys", keys.aclose)
 
     def count_in_memory(self, keys: Sequence[ChunkKey]) -> int | None:
-        """Count the leading keys that a tier in the arena has. For any thread; no layer is called.
+        """Count the leading keys that a tier in the arena has. Thread-safe; no layer is called.
 
-        None for other tiers, if a layer may change the answers of a lookup, and if the tier fails.
+        Return None for other tiers, if a layer may change the results of lookups, or if the tier fails.
         """
         if not (self.capabilities.in_arena and all(layer.transparent for layer in self.layers)):
             return None
@@ -360,9 +364,9 @@ class TierHandle:
             return None
 
     def lacks(self, key: ChunkKey) -> bool:
-        """Return whether the tier knows that it does not have the chunk. For any thread; no layer is called.
+        """Return whether the chunk is known not to be stored in the tier. Thread-safe; no layer is called.
 
-        False if a third-party layer may change the answers of a lookup, and if the tier fails.
+        Return False if a third-party layer may change the results of lookups, or if the tier fails.
         """
         if not all(type(layer).__module__.startswith(_BUNDLED) for layer in self.layers):
             return False
@@ -373,7 +377,7 @@ class TierHandle:
             return False
 
     def statistics(self) -> TierStatistics:
-        """Return the statistics of the tier; the last valid ones if it does not return any now."""
+        """Return the statistics of the tier, or the last valid ones if the tier returns none."""
         found = self._value("statistics", lambda: self._tier.statistics(), TierStatistics)
         self._statistics = found or self._statistics
         return self._statistics
@@ -384,7 +388,11 @@ class TierHandle:
         return {layer.context.layer: value for layer, value in found if isinstance(value, LayerStatistics)}
 
     def _composed(self, layers: Sequence[Layer]) -> Callable[[Call], Coroutine[Any, Any, Results]]:
-        """Return the call of the tier through layers. A call has one frame for each bundled layer."""
+        """Return a function that calls the tier through the layers.
+
+        To keep the number of frames small, only third-party layers and, unless all layers are transparent, the
+        outermost layer are guarded.
+        """
         run: Callable[[Call], Coroutine[Any, Any, Results]] = self._call_tier
         outermost = -1 if all(layer.transparent for layer in layers) else 0
         for position, layer in reversed(list(enumerate(layers))):
@@ -453,9 +461,9 @@ class TierHandle:
     def _check_chunks(
         self, call: Call, results: object, may_return: Callable[[Buffer], bool] | None = None
     ) -> Results:
-        """Check the result for each chunk. An invalid one of a read or a write becomes the error of that chunk.
+        """Check the result for each chunk. An invalid result of a read or a write becomes the error of that chunk.
 
-        Buffers are taken over, so that one that is given for two chunks is invalid for the second one.
+        Buffers are taken over, so a buffer that is returned for two chunks is invalid for the second.
         """
         given = check_list(call.verb, results, call.chunks)
         if call.verb is Verb.PUT_MANY:
@@ -480,8 +488,8 @@ class TierHandle:
     ) -> Any:
         """Await `run()`, which calls third-party code, and return `check` of its result.
 
-        If the code suppresses a cancellation, CancelledError is raised all the same. `end` is called at the end,
-        with the result if it is not returned, else with None.
+        If the code suppresses a cancellation, CancelledError is raised anyway. `end` is always called last: with the
+        result of `run()` if that was discarded, else with None.
         """
         task = running_task()
         cancels = 0 if task is None else task.cancelling()
@@ -508,7 +516,7 @@ class TierHandle:
     async def _clear(self) -> object:
         """Clear the tier and publish the removal of the chunks that it listed before.
 
-        If that fails, the chunks that a tier with a `local_index` still has are left out.
+        If clearing fails, chunks that a tier with a `local_index` still has are not published.
         """
         keys = [key async for key in self.keys()] if self._watcher is not None else []
         try:
@@ -547,7 +555,7 @@ class TierHandle:
         return found is not None
 
     def _value(self, name: str, read: Callable[[], object], kind: type[T]) -> T | None:
-        """Return a value of the tier; None if it is not of its type. Metrics, for example, do not depend on it."""
+        """Return the value that `read` reads from the tier. If it fails or is not a `kind`, log that and return None."""
         try:
             found = read()
         except BaseException as error:  # noqa: BLE001  # of a plug-in
@@ -561,7 +569,7 @@ class TierHandle:
     def _convert(self, verb: str, error: BaseException) -> TierError | BudgetExceededError:
         """Convert an exception of a call.
 
-        A BudgetExceededError of a read is returned as it is, because it is the caller's memory that was short.
+        A BudgetExceededError of a read is returned as it is, because the caller's memory was short, not the tier's.
         """
         drop_tracebacks(error)
         if not isinstance(error, LMCacheAsyncError):
@@ -603,8 +611,8 @@ class TierHandle:
 def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Layer, ...]:
     """Return the layers with a deadline.
 
-    If no `deadline` is listed, or only inside of a layer that may wait for any time, one is added: outside of the
-    first layer that may wait, or innermost.
+    If no `deadline` layer is listed outside of all layers that are not `bounded`, one is added: outside of the first
+    layer that is not `bounded`, or innermost if all layers are.
     """
     position = next(
         (i for i, layer in enumerate(layers) if isinstance(layer, DeadlineLayer) or not layer.bounded),

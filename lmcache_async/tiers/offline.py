@@ -20,11 +20,11 @@ when the next one is requested."""
 
 
 class StoredRecord(NamedTuple):
-    """An entry of a listing. A tuple, because a listing may have a hundred thousand.
+    """An entry of a listing. A tuple, because a listing may have a hundred thousand entries.
 
     Attributes:
         nbytes: Size of the file, which may be longer than the record; 0 if it is not known.
-        used_ns: Time of the last use in ns since the epoch, before that of the chunk that this one continues; 0 if it
+        used_ns: Time of the last use in ns since the epoch, less than that of the preceding chunk of its prompt; 0 if it
             is not known.
     """
 
@@ -50,9 +50,9 @@ class OfflineOptions:
     """Options for opening a store.
 
     Attributes:
-        change: Open it to change it. A directory is locked.
+        change: Open the store for writing and deleting. A directory is then locked.
         in_flight: Number of concurrent calls.
-        max_record_bytes: Memory for one record.
+        max_record_bytes: Maximum size of a record in bytes; memory is allocated for it.
         create: With `change`, create a directory that does not exist.
     """
 
@@ -79,14 +79,14 @@ class OfflineOptions:
 class OfflineStore(ABC):
     """The records of a tier. Opened with `async with`, used on one event loop.
 
-    A cancelled call ends after its worker thread. Methods raise TierError if the tier fails.
+    A cancelled call ends when its worker thread has finished. Methods raise TierError if the tier fails.
 
     Attributes:
         name: Name for messages.
         in_flight: Number of calls to make concurrently.
         knows_use: Whether `list` returns sizes and times of use.
         reads_headers: Whether `examine` can read a header without the payload.
-        holder: Process that has the store open, as far as it is known; "" if none.
+        holder: Id of the process that has locked the store; "" if no such process is known.
     """
 
     name: str
@@ -146,7 +146,7 @@ class OfflineStore(ABC):
 
     @abstractmethod
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
-        """Move a damaged record to where it is not found any more; delete it where the tier has no quarantine."""
+        """Move a damaged record to the quarantine, so that it is not found any more. Delete it if the tier has none."""
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
         """Return the files of unfinished writes and the quarantined files."""

@@ -1,4 +1,4 @@
-"""Results of tiers: helpers for batch calls per chunk, and the checks of what third-party code returns."""
+"""Results of tiers: helpers for batches of calls, one per chunk, and checks of results of third-party code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ContractError(TierError):
 
 
 def drop_tracebacks(error: E) -> E:
-    """Remove the tracebacks of an error, of its causes and contexts, and of the members of a group. Return it.
+    """Remove the tracebacks of an error, its causes and contexts, and the members of a group. Return the error.
 
     Local variables in the frames hold views of buffers: a slab would stay in use as long as the error is
     referenced.
@@ -56,7 +56,7 @@ def drop_tracebacks(error: E) -> E:
 
 @contextlib.contextmanager
 def read_results(count: int) -> Iterator[list[ReadResult]]:
-    """Provide a list of `count` results, initially misses. If the block raises, its buffers are released."""
+    """Provide a list of `count` results, initially misses. If the block raises, the buffers in the list are released."""
     results: list[ReadResult] = [None] * count
     try:
         yield results
@@ -66,7 +66,10 @@ def read_results(count: int) -> Iterator[list[ReadResult]]:
 
 
 async def result_of(verb: str, call: Awaitable[T]) -> T | TierError:
-    """Return the result of a call for one chunk, or its error, of whatever type."""
+    """Await a call for one chunk. Return its result, or its exception converted to a TierError.
+
+    An exception that ends the calling task (see `is_ending`) is raised.
+    """
     task = running_task()
     try:
         return await call
@@ -98,7 +101,7 @@ async def run_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], wor
 async def call_each(
     verb: str, items: Sequence[S], call: Callable[[S], Awaitable[T]], workers: int
 ) -> list[T | TierError]:
-    """Return `result_of` the call for each item. If cancelled, the buffers among the results are released."""
+    """Return the result or error of the call for each item, as `result_of` does. If cancelled, release all buffers."""
     results: list[Any] = [None] * len(items)
 
     async def one(position: int) -> None:
@@ -113,14 +116,14 @@ async def call_each(
 
 
 def unwrap(result: ReadResult) -> Buffer | None:
-    """Return the result of `get_many` for one chunk as `get` does: its error is raised."""
+    """Return the result of `get_many` for one chunk, or raise it if it is an error, as `get` does."""
     if isinstance(result, TierError):
         raise result.__cause__ if isinstance(result.__cause__, BudgetExceededError) else result
     return result
 
 
 def no_memory(cause: BudgetExceededError) -> TierError:
-    """Return the error of a stored chunk for which there was no memory."""
+    """Return the error for a stored chunk that was not read because no memory was free."""
     error = TierError(f"no memory for a chunk to be read: {cause}")
     error.__cause__ = cause.with_traceback(None)  # its frames hold views of the record
     return error
@@ -139,7 +142,7 @@ def release_results(results: object) -> None:
 
 
 def check_flag(verb: str, result: object) -> bool:
-    """Convert a boolean result of `verb`: a bool, a NumPy bool, or the int 0 or 1. Anything else is a ContractError."""
+    """Convert a boolean result of `verb`: a bool, a NumPy bool, or the int 0 or 1. Else raise ContractError."""
     if isinstance(result, bool):
         return result
     if isinstance(result, np.bool_) or (isinstance(result, int) and result in {0, 1}):
@@ -148,7 +151,7 @@ def check_flag(verb: str, result: object) -> bool:
 
 
 def check_count(verb: str, result: object, most: int | None = None) -> int:
-    """Convert a count from 0 to `most`, without limit if that is None. Anything else is a ContractError."""
+    """Convert a count between 0 and `most` (None for no limit) to an int. Raise ContractError for anything else."""
     if isinstance(result, bool) or not isinstance(result, int | np.integer):
         raise ContractError(f"{verb} returned {type_text(result)}, not an int")
     found = int(result)
@@ -159,7 +162,7 @@ def check_count(verb: str, result: object, most: int | None = None) -> int:
 
 
 def check_list(verb: str, results: object, count: int) -> list[object]:
-    """Check that the result is a list with one element for each of `count` chunks. Else it is a ContractError."""
+    """Return the result as a list with one element for each of `count` chunks. Raise ContractError for anything else."""
     if not isinstance(results, list | tuple | np.ndarray):
         raise ContractError(f"{verb} returned {type_text(results)}, not a list")
     if len(results) != count:

@@ -32,7 +32,7 @@ from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey, WriteResult
 
 _LOGGED_BEFORE = TierSuspendedError, TierClosedError, ChunkCorruptError
-"""Errors whose reason is in other log lines: of the breaker, of the end of the engine, of the tier."""
+"""Errors that are logged elsewhere: by the breaker, when the engine closes, or by the tier itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,12 @@ class TierStack:
                     stacked.writer.start()
                     stack.push_async_callback(stacked.writer.aclose, timeout_s=0.0)
             self._exit = stack.pop_all()
-        # An open tier may know better.
+        # The capabilities of a tier may change when it is opened.
         self._writable = [stacked for stacked in self.tiers if stacked.writable]
         return self
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Flush the write queues for up to `timeout_s`, then close every tier, also if cancelled."""
+        """Flush the write queues for up to `timeout_s`, then close every tier, even if cancelled."""
         try:
             await self.flush(timeout_s=timeout_s)
         finally:
@@ -145,7 +145,7 @@ class TierStack:
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until no write is queued and no write or abandoned call is running.
 
-        Return False if `timeout_s` has passed before.
+        Return False if this is not the case within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -359,7 +359,7 @@ class TierStack:
         for stacked in self._writable:
             count = partial(self._written, stacked)
             given = outside if stacked.leaves_memory else items
-            left_out = [TierFullError("no arena memory to encrypt it in")] * (len(items) - len(given))
+            left_out = [TierFullError("no arena memory for the encrypted record")] * (len(items) - len(given))
             count(left_out)
             results: Sequence[WriteResult]
             if stacked.writer is None:
@@ -372,7 +372,7 @@ class TierStack:
     async def promote(self, items: Sequence[tuple[ChunkKey, Buffer]], sources: Sequence[int]) -> None:
         """Copy chunks that were read from slower tiers to the faster ones, without waiting for room.
 
-        If everything is encrypted, only to tiers in the arena, because these buffers are decrypted.
+        If encryption is on, they are only copied to tiers in the arena, because these buffers are decrypted.
 
         Args:
             items: Keys and verified records.
@@ -384,7 +384,7 @@ class TierStack:
                 continue
             count = partial(self._promoted, stacked)
             if stacked.writer is not None:
-                # Without the room that is reserved, which is a store's.
+                # Reserved room is for stores, so a promotion does not use it.
                 await stacked.writer.submit(wanted, timeout_s=0.0, reserved=False, count=count)
             else:
                 count(await stacked.tier.put(wanted))
@@ -410,7 +410,7 @@ class TierStack:
             self._log(stacked, "a chunk was not stored", error)
 
     def _promoted(self, stacked: StackedTier, outcomes: Sequence[TierError | None]) -> None:
-        """Count the chunks of a promotion, and log failures. A full tier is none: a promotion does not wait for room."""
+        """Count the chunks of a promotion, and log failures. A full tier is not one: promotions do not wait for room."""
         self._counts[stacked.id].promoted(outcomes)
         for error in filter(None, outcomes):
             if not isinstance(error, TierFullError):

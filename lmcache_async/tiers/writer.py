@@ -17,7 +17,7 @@ from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
 
 _KEPT = 0.75
-"""Factor of the weight of earlier calls in the measured rate, applied at each call."""
+"""Factor by which each call reduces the weight of earlier calls in the measured rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class WriterStatistics:
 
     Attributes:
         queued_chunks: Chunks that are queued or being written.
-        queued_bytes: Their bytes, which count against `max_bytes`.
+        queued_bytes: Bytes of these chunks and of unused reservations, which count against `max_bytes`.
         max_bytes: Bound for further chunks in bytes. If the tier is slow, it is lower than configured, and may be lower
             than what is queued already.
         refused: Chunks that were dropped because the queue had no room within their deadline, or was closed.
@@ -54,7 +54,7 @@ class WriteReservation:
 
     Attributes:
         keys: The chunks.
-        unused: Those whose room is not used. A chunk that is submitted may use that of any reservation of its key.
+        unused: Chunks whose room is not used yet. A submitted chunk may use the room of any reservation of its key.
     """
 
     __slots__ = ("_writer", "keys", "unused")
@@ -131,8 +131,9 @@ class TierWriter:
         if reservation not in self._reservations:
             return
         self._reservations.remove(reservation)
-        for other in self._reservations:  # whose room was used in place of this one's
-            if not reservation.unused:  # as of most batches
+        # A chunk may have used the room of another reservation instead of this one's.
+        for other in self._reservations:
+            if not reservation.unused:  # true of most batches
                 break
             moved = reservation.unused & (other.keys - other.unused)
             other.unused |= moved
@@ -149,11 +150,13 @@ class TierWriter:
     ) -> list[asyncio.Future[TierError | None]]:
         """Queue the chunks in order.
 
-        If a chunk finds no room within `timeout_s`, it and all chunks after it are refused, so a prompt loses
-        its end. Room that is reserved for a chunk is used if `reserved`. If the call is cancelled, chunks that are
-        queued stay queued and are counted.
+        If there is no room for a chunk within `timeout_s`, this chunk and all after it are refused, so that a prompt
+        loses its last chunks. If the call is cancelled, chunks that are queued stay queued and are counted.
 
         Args:
+            items: Keys and records.
+            timeout_s: Longest wait for room, in seconds, for all chunks together.
+            reserved: Use the room that is reserved for a chunk, if there is any.
             count: Called with the outcome of each chunk that was queued or refused.
 
         Returns:
@@ -179,14 +182,14 @@ class TierWriter:
         return futures
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is written. Return False if `timeout_s` has passed before."""
+        """Wait until everything submitted so far is written. Return False if it is not within `timeout_s`."""
         if not self._pending:
             return True
         _, late = await asyncio.wait(set(self._pending), timeout=timeout_s)
         return not late
 
     async def aclose(self, *, timeout_s: float) -> None:
-        """Flush for up to `timeout_s`, then release every lease, also if cancelled."""
+        """Flush for up to `timeout_s`, then release every lease, even if cancelled."""
         self._closed = True
         try:
             await self.flush(timeout_s=timeout_s)
@@ -275,7 +278,7 @@ class TierWriter:
         for count, group in itertools.groupby(
             zip(items, outcomes, strict=True), lambda pair: pair[0].counted
         ):
-            # Called by the loop, which reports an error and continues. Callbacks of the futures are called later.
+            # Called by the loop, which logs an exception and continues. The callbacks of the futures run afterwards.
             asyncio.get_running_loop().call_soon(count, [error for _, error in group])
         for item, error in zip(items, outcomes, strict=True):
             self._budget.release(item.buffer.nbytes)

@@ -77,7 +77,7 @@ class _Stuck(DictTier):
 async def test_a_tier_that_never_opens_is_an_error_at_the_deadline():
     logger = LimitedLogger(logging.getLogger("test"))
     tier = TierHandle(_Stuck(opens=False), name="t", timeout_s=5, open_timeout_s=3, logger=logger)
-    with pytest.raises(TierUnavailableError, match=r"'t': was not open after 3 s; .* open_timeout_s"):
+    with pytest.raises(TierUnavailableError, match=r"'t': did not open within 3 s; .* open_timeout_s"):
         await tier.__aenter__()
 
 
@@ -97,7 +97,7 @@ async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
     tier = TierHandle(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=3, logger=logger)
     async with tier:
         pass
-    assert "tier 't': was not closed after 6 s" in caplog.text
+    assert "tier 't': did not close within 6 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_the_same_share_with_other_options_stops_the_start():
         limited(ToldTier(), max_calls=2, share="nic", where=context(shared=shared, tier="b"))
     assert str(caught.value) == (
         "tiers[0] (b), layers[0] (l): share 'nic' has other options than in tiers[0] (a), layers[0] (l):"
-        " give both the same, or other names"
+        " set the same options in both, or use two names"
     )
 
 

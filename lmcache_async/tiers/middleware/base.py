@@ -50,7 +50,7 @@ class Call:
         items: Keys and records of `put_many`. The records are leased by the caller until the call has ended.
         allocate: Leases memory for the records of `get_many`.
         cause: Argument of `reject`.
-        deadline: Time of the event loop at which the call has to have ended; it starts `timeout_s` before.
+        deadline: Time of the event loop by which the call must end: `timeout_s` after its start; infinity for no limit.
         local: The tier answers from memory of this process, so the call need not be limited or repeated.
     """
 
@@ -80,7 +80,7 @@ class Call:
 
     @property
     def given(self) -> list[Buffer]:
-        """Records of `put_many`; its name in version 0.1, for layers derived from `AroundLayer`."""
+        """Records of `put_many`. Name of this attribute in version 0.1, for layers derived from `AroundLayer`."""
         return [buffer for _, buffer in self.items]
 
     def part(self, positions: Sequence[int]) -> Call:
@@ -149,9 +149,9 @@ class Layer(ABC):
         options_type: Class of the options.
         fits_arena: Whether the layer may be used for a tier in the arena, which answers at once and whose buffers
             have concurrent readers.
-        transparent: Whether a bundled layer returns the results of `next` and raises its errors, and no others.
-        bounded: Whether `around` by itself never waits longer than until `call.deadline`. The deadline of the tier
-            is enforced outside of the first layer that does not promise this.
+        transparent: Whether a bundled layer only passes on the results and errors of `next`, unchanged.
+        bounded: Whether `around` itself never waits beyond `call.deadline`. The deadline of the tier is enforced
+            outside of the first layer that is not bounded.
         options: Options from the configuration.
         context: Context of the layer.
     """

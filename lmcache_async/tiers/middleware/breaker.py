@@ -36,10 +36,11 @@ from lmcache_async.tiers.middleware.deadline import OptionalSeconds
 from lmcache_async.tiers.results import memory_was_short
 
 _TIMER_S = 0.001
-"""Resolution of the timers of uvloop, in seconds. A call can be cancelled by so much before its deadline."""
+"""Resolution of the timers of uvloop, in seconds. A call may be cancelled this long before its deadline."""
 
 _LEAST = 0.25
-"""Fraction of `timeout_s`. A late call that had less time here, because it had waited in `limit`, does not count."""
+"""Fraction of `timeout_s`. A late call that spent less time inside the breaker, because it had waited in `limit`, does not
+count as failed."""
 
 
 class BreakerConfig(LayerConfig):
@@ -144,7 +145,7 @@ class Circuit:
         return permit
 
     def leave(self, permit: object, now: float, *, failed: bool | None) -> None:
-        """Record the end of a call. With `failed=None` it does not count: its caller cancelled it early."""
+        """Record the end of a call. `failed=None` means that it does not count, such as a call cancelled by its caller."""
         self._sweep(now)
         if self._running.pop(permit, None) is not None and failed is not None:
             self._decide(now, failed=failed)
@@ -261,7 +262,7 @@ class BreakerLayer(Layer):
             results = await next(call)
             failed = kind is not Kind.LOOKUP and _failed_fraction(results) >= self.options.failure_rate
         except BaseException as error:
-            # A cancellation is by a deadline outside of this layer, or by the caller, before the deadline.
+            # A cancellation comes from a deadline outside of this layer, or, before the deadline, from the caller.
             late = self._clock() >= call.deadline - _TIMER_S
             failed = _is_failure(error) if isinstance(error, Exception) else late or None
             if failed and late and self._clock() - now < _LEAST * self.context.timeout_s:

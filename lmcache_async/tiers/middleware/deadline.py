@@ -64,7 +64,7 @@ class DeadlineLayer(Layer):
         return len(self._late)
 
     async def drain(self, *, timeout_s: float) -> bool:
-        """Wait until the calls abandoned so far have ended. Return False if `timeout_s` has passed before."""
+        """Wait until the calls abandoned so far have ended. Return False if they have not within `timeout_s`."""
         if not self._late:
             return True
         _, running = await asyncio.wait(set(self._late), timeout=timeout_s)

@@ -37,7 +37,7 @@ OwnProbability = Annotated[Probability | None, BeforeValidator(unless_none)]
 
 
 class VerbFaults(LayerConfig):
-    """Probabilities of one verb; those that are not given are those of all verbs."""
+    """Probabilities for one verb. None means the probability for all verbs."""
 
     error: OwnProbability = None
     delay: OwnProbability = None
@@ -61,8 +61,8 @@ class FaultsConfig(LayerConfig):
 
     Attributes:
         seed: Random seed. The same calls in the same order have the same faults.
-        error: Probability that the call of a chunk fails with TierUnavailableError. A put fails half of the time
-            after it was done.
+        error: Probability that the call of a chunk fails with TierUnavailableError. Half of the failed puts are
+            carried out nevertheless.
         delay: Probability that a call, of one chunk or of a batch, is delayed by `delay_s`.
         delay_s: The delay in seconds.
         hang: Probability that a call never ends by itself.

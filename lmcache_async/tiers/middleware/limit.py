@@ -61,8 +61,8 @@ class LimitStatistics(LayerStatistics):
     """Current use of a limit, by all layers that share it.
 
     Attributes:
-        calls: Calls, if they are limited; its byte fields count calls.
-        bytes: Bytes, if they are limited.
+        calls: Use of `max_calls`, where the byte fields count calls; None without this limit.
+        bytes: Use of `max_bytes`; None without this limit.
     """
 
     calls: BudgetStatistics | None
@@ -92,8 +92,8 @@ class LimitLayer(Layer):
             )
             if its_options != options:
                 raise ConfigError(
-                    f"{context.where}: share {options.share!r} has other options than in {first}: give both the same,"
-                    " or other names"
+                    f"{context.where}: share {options.share!r} has other options than in {first}: set the same"
+                    " options in both, or use two names"
                 )
 
     def bind(self, arena: Arena) -> None:
@@ -130,7 +130,7 @@ class LimitLayer(Layer):
 
     @asynccontextmanager
     async def _held(self, nbytes: int, deadline: float) -> AsyncIterator[None]:
-        """Hold the room of a call in the block. A request above a whole budget takes all of it."""
+        """Reserve one call and `nbytes` for the block. A request above a whole budget takes all of it."""
         amounts = {"max_calls": 1, "max_bytes": nbytes}
         with ExitStack() as held:
             for option, budget in self._budgets.items():

@@ -55,7 +55,7 @@ class RetryStatistics(LayerStatistics):
 
     Attributes:
         retries: Further attempts, one for each repeated call.
-        recovered: Chunks for which a further attempt succeeded; for calls without chunks, the calls.
+        recovered: Chunks that a further attempt has read or written, and other calls that succeeded at a further attempt.
         exhausted: Calls that still failed, wholly or in part, after the last attempt or at the deadline.
     """
 
@@ -65,7 +65,7 @@ class RetryStatistics(LayerStatistics):
 
 
 class RetryLayer(Layer):
-    """Repeats what failed with a retryable error such as TierUnavailableError; of a batch only what failed.
+    """Repeats calls that failed with a retryable error such as TierUnavailableError; of a batch, only the failed chunks.
 
     Pauses grow exponentially with full jitter: each is uniformly distributed between 0 and its bound, so that
     many clients of one backend do not retry at the same moment (Marc Brooker, "Exponential Backoff And
@@ -145,5 +145,5 @@ class RetryLayer(Layer):
 
 
 def _is_retryable(result: object) -> bool:
-    """Return whether to retry. Not if memory was short: the retry would hold memory and wait for more."""
+    """Return whether to retry. A lack of memory is not retried: the retry would hold memory and wait for more."""
     return isinstance(result, TierError) and result.retryable and not memory_was_short(result)
