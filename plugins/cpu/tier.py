@@ -19,11 +19,11 @@ from lmcache_async.types import ChunkKey
 _CAPABILITIES = Capabilities(in_arena=True, removes=True, lists=True, local_index=True, medium=Medium.MEMORY)
 
 MAX_COUNTED = 1024
-"""Lookups of other threads that the eviction policy learns of later. If there are more, it never learns of the oldest."""
+"""Maximum number of lookups by other threads that are queued for the eviction policy. Beyond it, the oldest are dropped."""
 
 
 class CPUTier(BundledTier[CPUConfig, Arena]):
-    """Keeps leases of the arena: nothing is copied, nothing waits, no call yields to the loop.
+    """Keeps leases of slabs of the arena. No call waits. A record is only copied if it is not in the arena.
 
     When the arena has no free slab, it calls this tier, which evicts the least recently used chunks whose
     slabs have no other lease.
@@ -158,10 +158,10 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         return lease
 
     def _reclaim(self, slabs: int) -> int:
-        """Evict for the arena; if necessary, every chunk whose slab has no other lease.
+        """Evict chunks for the arena, if necessary all whose slabs have no other lease. Return their number.
 
-        Otherwise leases could deadlock: one would wait for the slab of a chunk that another keeps from
-        eviction.
+        Otherwise calls of `lease` could deadlock: one call would wait for the slab of a chunk that cannot be evicted
+        because of a lease of another call.
         """
         if freed := self._evict(slabs, last_resort=True):
             return freed
@@ -169,7 +169,7 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
         return self._evict(min(slabs, free), last_resort=True)
 
     def _touch_counted(self) -> None:
-        """Touch what other threads have looked up. The policy is used on the loop's thread only."""
+        """Touch the chunks that other threads have looked up. The policy is only used on the thread of the loop."""
         while self._counted:
             self._policy.touch(self._counted.popleft(), gapless=False)
 

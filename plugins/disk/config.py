@@ -22,7 +22,7 @@ def parse_path(value: object) -> Path:
     try:
         url = urlsplit(text)
         is_right = url.netloc in {"", "localhost"} and url.path.startswith("/")
-    except ValueError:  # brackets that are no IPv6 address
+    except ValueError:  # brackets without an IPv6 address
         is_right = False
     if not is_right or url.query or url.fragment:
         raise ValueError("expected a file URL without a host, such as file:///var/cache/kv")
@@ -81,7 +81,10 @@ class DiskConfig(TierConfig):
     subdirectory: Annotated[str, AfterValidator(check_subdirectory)] = ""
 
     def for_process(self, *, rank: int | None, replica: int = 0) -> Self:
-        """Return the options with a subdirectory for the process. A configured `subdirectory` replaces the rank's."""
+        """Return the options with a subdirectory for the process.
+
+        A configured `subdirectory` replaces that of the process in replica 0, and contains it in the other replicas.
+        """
         given = self.subdirectory
         own = "" if rank is None else f"rank-{rank}"
         if replica:

@@ -82,7 +82,7 @@ class RecordDirectory:
             TierUnavailableError: Another process has locked it.
         """
         self.prepare()
-        close = weakref.WeakMethod(self._close_in_child)  # the callback is never removed
+        close = weakref.WeakMethod(self._close_in_child)  # weak, because the callback is never removed
         os.register_at_fork(after_in_child=lambda: (method := close()) and method())
         for name, _ in list(self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME)):
             os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
@@ -101,7 +101,7 @@ class RecordDirectory:
         return next(self.scan(), None) is not None
 
     def prepare(self) -> None:
-        """Create missing directories and lock the root; also after it was deleted while open."""
+        """Create missing directories and lock the root. Called again if the root was deleted while open."""
         with self._preparing:  # two threads may find it missing at the same time
             _make_private(self.root)
             descriptor = os.open(self.root, _DIRECTORY)
@@ -145,7 +145,7 @@ class RecordDirectory:
                     yield StoredRecord(ChunkKey(bytes.fromhex(name)), status.st_size, status.st_mtime_ns)
 
     def close(self) -> None:
-        """Release the locks at once, also if a forked child has copies of the descriptors, and close."""
+        """Release the locks, even if a forked child has copies of the descriptors, and close the directory."""
         for descriptor in (self._lock, self._fd):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):

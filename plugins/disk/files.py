@@ -74,7 +74,8 @@ class RecordFiles:
         try:
             _record_size(view)
             for name in tuple(self._undeleted):
-                self._delete_temporary(name)  # or nothing is written, so that no more such files are left
+                # If this fails, nothing is written: such files must not accumulate.
+                self._delete_temporary(name)
             name = self._directory.temporary_name(key)
             try:
                 descriptor = self._create(name)
@@ -142,7 +143,7 @@ class RecordFiles:
         return None
 
     def delete(self, keys: Sequence[ChunkKey]) -> tuple[frozenset[ChunkKey], Failure | None]:
-        """Delete records. Return those that are still there, and why."""
+        """Delete records. Return the keys of the files that are left, and the last error."""
         left: set[ChunkKey] = set()
         error: Failure | None = None
         for key in keys:
@@ -156,7 +157,7 @@ class RecordFiles:
         return frozenset(left), error
 
     def reject(self, keys: Sequence[ChunkKey], cause: str) -> tuple[frozenset[ChunkKey], Failure | None]:
-        """Move corrupt records to the quarantine, or delete them. Return those that are still there, and why."""
+        """Move corrupt records to the quarantine, or delete them. Return as `delete` does."""
         left = keys
         if self._max_quarantine_bytes is not None:
             left = []
@@ -199,7 +200,7 @@ class RecordFiles:
                 excess -= nbytes
 
     def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
-        """Set the mtime of records. Failures are ignored: stamps only serve the order after a restart."""
+        """Set the mtime of records. Failures are ignored: stamps only determine the eviction order after a restart."""
         for key, stamp in stamps:
             with contextlib.suppress(OSError, TierError):
                 os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
@@ -287,10 +288,10 @@ _OPEN = -1  # in place of the start of a piece: open the file
 
 
 class RecordReads:
-    """Reads records in pieces by several threads, those of the oldest call first.
+    """Reads records in pieces, in several threads. Pieces of older calls are read first.
 
-    A disk is as fast with a few pieces in flight as with as many whole records, often faster. But whole
-    records that are read side by side end together, and none can be verified and copied while the others are
+    A disk reads a few pieces concurrently as fast as the same number of whole records, often faster. Whole records
+    that are read concurrently also finish together, so none of them can be verified and copied while the others are
     read.
     """
 
@@ -324,9 +325,9 @@ class RecordReads:
             raise _closed(error) from error
 
     def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
-        """Note that no read will be added. Return the positions of the reads that were withdrawn.
+        """Note that no read will be added. Return the positions of withdrawn reads.
 
-        With `withdraw`, those that no thread has begun are.
+        With `withdraw`, the reads that no thread has begun are withdrawn; otherwise none.
         """
         with self._lock:
             batch.closed = True
@@ -338,7 +339,7 @@ class RecordReads:
         return withdrawn
 
     def _add_worker(self) -> None:
-        """Start a thread if fewer than allowed are reading. If that fails, the others read all pieces."""
+        """Start a worker if fewer than the maximum are running. If no thread can be started, the others read all pieces."""
         worker = object()
         with self._lock:
             if len(self._workers) >= self._threads:
@@ -416,7 +417,7 @@ class RecordReads:
             self._finish(read)
 
     def _finish(self, read: _Read) -> None:
-        """Store the outcome of a read, of whose memory no thread has a view any more."""
+        """Store the outcome of a read, when no thread has a view of its memory any more."""
         batch = read.batch
         outcome = _outcome(read)
         read.view = None
@@ -429,7 +430,7 @@ class RecordReads:
 
 
 def _outcome(read: _Read) -> int | Exception:
-    """The size of the record that was read, or why it was not read."""
+    """Return the size of the record, or the error if it was not read completely or is invalid."""
     assert read.view is not None
     if read.error is not None:
         return drop_tracebacks(read.error)
@@ -444,9 +445,9 @@ def _outcome(read: _Read) -> int | Exception:
 class DiskThreads:
     """Thread pools of the disk tier. A running call is always awaited, never abandoned.
 
-    Deletions have a thread of their own, so that room is made while writes wait for theirs: deleting a file
-    of 16 MiB takes ext4 about 4 ms, half of the time that writing it takes. So have times of use, which reads set
-    and await: they must not wait for queued writes.
+    Deletions have a separate thread, so that they make room while writes wait for a free thread: ext4 takes about 4 ms
+    to delete a file of 16 MiB, half as long as to write it. Updates of stamps have a separate thread too: reads wait
+    for them, and must not wait for queued writes.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -463,7 +464,7 @@ class DiskThreads:
             raise _closed(error) from error
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for running calls. There are none when every `wait_ended` has returned."""
+        """Wait for all calls; with `cancel`, cancel queued ones. None are left when every `wait_ended` has returned."""
         for pool in (self.deletions, self.calls, self.stamps, self.reads):
             # A call in `reads` serves all reads that were started; none of them would end without it.
             pool.shutdown(wait=True, cancel_futures=cancel and pool is not self.reads)
@@ -471,7 +472,8 @@ class DiskThreads:
     def close_later(self, when_ended: Callable[[], None]) -> None:
         """Start no further call. Call `when_ended`, in a thread, when the running calls have ended.
 
-        The interpreter does not wait for them if it ends before, and the pools were used by a daemon thread.
+        If the interpreter exits before, it does not wait for them, provided that the threads of the pools are daemon
+        threads, that is, were started by one.
         """
         for pool in (self.deletions, self.calls, self.stamps, self.reads):
             pool.abandon()
@@ -491,7 +493,7 @@ def _closed(error: RuntimeError) -> TierClosedError:
 def piece_size(nbytes: int, target: int) -> int:
     """Return a size in whole pages that divides `nbytes` into nearly equal pieces of about `target` bytes.
 
-    A record is its payload and a page. In pieces of exactly 2 MiB that page alone would be a read of its own.
+    A record is slightly longer than its payload. With pieces of exactly 2 MiB, the end would be a piece of its own.
     """
     count = max((nbytes + target // 2) // target, 1)
     return max(pages(-(-nbytes // count)), PAGE)
@@ -511,7 +513,7 @@ def read_all(descriptor: int, view: memoryview, offset: int = 0) -> int:
 
 
 def too_long(key: ChunkKey, nbytes: int, max_bytes: int) -> ChunkCorruptError:
-    """The error of a record file that no buffer can hold."""
+    """Return the error for a record file that is longer than a buffer."""
     return _wrong_length(key, f"the file has {nbytes} bytes, more than {max_bytes}")
 
 
@@ -535,7 +537,7 @@ def pieces(descriptor: int, scratch: memoryview) -> Iterator[memoryview]:
 
 
 def _record_size(view: memoryview) -> int:
-    """Return the size of the record in `view`, which must have whole pages and no more."""
+    """Return the size of the record in `view`. Raise ChunkCorruptError if `view` has more or fewer pages."""
     _, nbytes = peek_sizes(view[:PAGE])
     if pages(nbytes) != len(view):
         raise ChunkCorruptError(

@@ -14,7 +14,7 @@ from lmcache_async.tiers.eviction import LRUPolicy
 from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import ChunkKey
 
-# Between the stamps of a chunk and the next chunk of its prompt. Larger than the time resolution of file systems.
+# Difference between the stamps of two consecutive chunks of a prompt. Larger than the time resolution of file systems.
 STAMP_STEP_NS = 1000
 # A chunk in use gets a new stamp at most this often.
 STAMP_AGE_NS = 60 * 10**9
@@ -118,7 +118,7 @@ class DiskIndex:
 
         Args:
             busy: Records that must not be evicted now, in addition to those being read.
-            evict_bytes: Minimum of bytes to evict, also if there seems to be room.
+            evict_bytes: Minimum number of bytes to evict, even if there seems to be room.
 
         Raises:
             TierFullError: Not enough bytes can be evicted; none were.
@@ -190,9 +190,9 @@ class DiskIndex:
                 self.used_bytes -= entry.nbytes
 
     def restamp(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, int]]:
-        """Give new stamps to chunks of one prompt that were read, and to its preceding chunks.
+        """Set new stamps of chunks of one prompt that were read, and of the chunks before them. Return keys and stamps.
 
-        Chunks with a recent stamp are left out: stamps only serve the order after a restart.
+        Chunks with a recent stamp are left out: stamps only determine the eviction order after a restart.
         """
         stale = self._clock_ns() - STAMP_AGE_NS
         chain = [key for key in reversed(keys) if key in self._entries]
@@ -232,7 +232,7 @@ class DiskIndex:
 
 
 class KeyLocks:
-    """Per-key write and delete locks. A container of the locked keys."""
+    """Per-key write and delete locks. `key in locks` is true while the key is locked."""
 
     def __init__(self) -> None:
         self._released: dict[ChunkKey, asyncio.Future[None]] = {}
@@ -255,7 +255,7 @@ class KeyLocks:
 
     @contextlib.contextmanager
     def locked_now(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
-        """Hold the locks of keys that are not locked in the block, without waiting."""
+        """Lock the keys for the block, without waiting. None of them may be locked already."""
         released = asyncio.get_running_loop().create_future()
         keys = tuple(keys)
         self._released.update(dict.fromkeys(keys, released))

@@ -43,7 +43,7 @@ from lmcache_async.types import ChunkKey
 T = TypeVar("T")
 
 _HEADER_BYTES = 16 << 10  # enough for nearly every header
-_ALLOCATE_S = 600.0  # for a thread to return a slab; a disk that takes longer does not answer
+_ALLOCATE_S = 600.0  # longest wait for a slab; a disk that takes longer is considered to hang
 _OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
 
 
@@ -68,7 +68,7 @@ class DiskRecords(OfflineStore):
         self._used_bytes = 0
         self._directory = RecordDirectory(config.root)
         self._direct_files = RecordFiles(self._directory, direct=True, fsync=True)  # for reading
-        # Writes go through the page cache: no trial of direct I/O leaves a file, and the data are synced.
+        # Writes go through the page cache and are synced. Direct I/O would need a trial, which writes a file.
         self._files = RecordFiles(self._directory, direct=False, fsync=True)
         self._changed: set[str] = set()  # folders with names that are not durable yet
         self._arena: Arena | None = None

@@ -62,8 +62,8 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
     read is not evicted. Removing a record does not disturb its readers, whose file is open. A corrupt record
     is a miss, counted by cause, logged at most twice a minute, and deleted or moved to the quarantine.
 
-    If a call is cancelled while a thread works on it, it ends when the thread has ended; a record that the
-    thread has published stays.
+    A call that is cancelled while a thread works on it ends when the thread has finished; a record that the thread
+    has published stays.
     """
 
     config_type = DiskConfig
@@ -125,7 +125,7 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
                 except TierError as error:
                     results[position] = error
 
-            # As many at a time as use all threads, with some waiting for them.
+            # Enough concurrent writes to keep all threads busy.
             await run_each(range(len(items)), write, min(len(items), 4 * self.config.io_threads))
             store.index.policy.touch_each([key for key, _ in items])
         return results
@@ -135,7 +135,7 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
             return await store.delete([key]) == 1
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
-        """Delete a corrupt record or move it to the quarantine. It is not served again, even if both fail."""
+        """Delete a corrupt record or move it to the quarantine. It is not served again, even if neither is possible."""
         with self._call() as store:
             return await store.reject(key, cause)
 
@@ -211,8 +211,8 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
 class RecordStore:
     """The records of one open directory: its index, files and threads. Used on one event loop.
 
-    The index agrees with the files at every moment. If a call is cancelled while a thread works on it, it
-    ends when the thread has ended, and the outcome is in the index.
+    The index agrees with the files at every moment. A call that is cancelled while a thread works on it ends when
+    the thread has finished and the index contains the outcome.
 
     Attributes:
         directory: Locked by this process; not open in a forked child.
@@ -269,7 +269,7 @@ class RecordStore:
 
     def load(self, found: Sequence[StoredRecord]) -> None:
         """Add the records of the directory to the index, and delete excess and corrupt ones. Blocking."""
-        # A file system that lost power may leave a size that no record has.
+        # After a power failure, a file may have a size that no record has.
         whole = [each for each in found if 0 < each.nbytes <= MAX_RECORD_BYTES and each.nbytes % PAGE == 0]
         kept = {record.key for record in whole}
         corrupt = [record.key for record in found if record.key not in kept]
@@ -373,7 +373,7 @@ class RecordStore:
             view = buffer.padded_view
             error = await self._write(key, view)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
-                # The file system has less room than `max_bytes`: evict that much, once.
+                # The file system has less room than `max_bytes`: evict the size of the record, and try once more.
                 with contextlib.suppress(TierFullError):  # nothing can be evicted
                     error = await self._write(key, view, evict_bytes=len(view))
         if error is None:
@@ -479,7 +479,7 @@ class RecordStore:
             raise error
 
     async def _exists(self, key: ChunkKey) -> bool:
-        """Whether the record is in the index and on disk: the directory may have been emptied."""
+        """Return whether the record is in the index and on disk. Delete it if its file is missing or has another size."""
         entry = self.index.entry(key)
         if entry is None:
             return False
@@ -552,9 +552,10 @@ class RecordStore:
         remove: Callable[[Sequence[ChunkKey]], tuple[frozenset[ChunkKey], Failure | None]],
         keep: Callable[[ChunkKey, Entry], None],
     ) -> tuple[int, Failure | None]:
-        """Take records from the index and `remove` them in a thread; `keep` those that are still there.
+        """Take records out of the index and delete their files by `remove` in a thread.
 
-        Return the number of records, and the error.
+        `keep` is called for each record whose file is left. Return the number of records that were in the index, and
+        the error of `remove`.
         """
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:

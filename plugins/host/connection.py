@@ -81,7 +81,7 @@ class Connection(ClientConnection, asyncio.Protocol):
         """Send a request and return its answer.
 
         Args:
-            option: Option of the deadline; by default that of the operation.
+            option: Name of the option that is the timeout; by default the one for the operation.
             unwanted: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:

@@ -23,9 +23,9 @@ UNMAP_S = 5.0
 class Mapping:
     """Owns the mapped memory and a duplicate of the connection's socket.
 
-    The daemon frees the leases of a client when the connection is closed. The duplicate keeps it open until
-    the transport is closed, no slab is leased or referenced, and no copy runs. The daemon does not reuse the
-    memory before.
+    The daemon frees the leases of a client when the connection is closed, and may then reuse their memory. The
+    duplicate keeps the connection open until the transport is closed, no slab is leased or referenced, and no copy
+    is running.
 
     Args:
         region: The memory. A thread closes it after the last use: unpinning a whole pool takes seconds, and
@@ -131,7 +131,7 @@ class Mapping:
         return self._region
 
     def _settle(self) -> None:
-        """After the last use, close the socket and unmap. May be called more than once, by any thread."""
+        """Close the socket and unmap the memory if it is unused. May be called more than once, by any thread."""
         self._take_idle()
         if not self._slabs and not self._copies:
             self._let_go = True

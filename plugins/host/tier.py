@@ -123,7 +123,7 @@ class HostTier(BundledTier[HostConfig, Link]):
         return int(count)
 
     def statistics(self) -> TierStatistics:
-        """Return the statistics of the tenant in the last answer; without a connection only the counters."""
+        """Return the statistics of the tenant from the last answer; without a connection, only capacity and evictions."""
         figures = None if self._opened is None else self._opened.figures
         evictions = 0 if self._opened is None else self._opened.evictions
         if figures is None:

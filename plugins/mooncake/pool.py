@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FIRST_S = 30.0
-"""Longest wait for Mooncake's client at the start, in seconds. It takes 20 s to reject its options."""
+"""Longest wait for Mooncake's client at the start, in seconds. The client takes 20 s to reject invalid options."""
 _PAUSE_S = 1.0
 """Pause between two attempts to join, in seconds."""
 _CONNECT_S = 5.0
@@ -54,14 +54,14 @@ _MEANINGS = {
 
 
 class Pool:
-    """Batch calls of Mooncake's client, in threads. Reads, writes and requests to the master have separate ones.
+    """Batch calls of Mooncake's client, in threads. Reads, writes and requests to the master have separate threads.
 
-    Every call raises TierUnavailableError until the pool is joined. If a call is cancelled while a thread
-    works on it, it ends when the thread has ended.
+    Every call raises TierUnavailableError until the pool is joined. A call that is cancelled while a thread works
+    on it ends when the thread has finished.
 
     Args:
         arena: Memory that records are read into and written from.
-        store: A client that is already set up and is not closed; by default a new one.
+        store: A client that is already set up; it is not closed by the pool. By default a new client.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Pool:
         )
 
     async def remove(self, key: ChunkKey) -> bool:
-        """Remove a record after reads and writes of it by this client. Others detect it by the checksum."""
+        """Remove a record when this client does not read or write it. Other clients detect reused memory by the checksum."""
         await self._until(lambda: key not in self._transferring and key not in self._removing)
         self._removing.add(key)
         try:
@@ -158,7 +158,7 @@ class Pool:
         buffers: Sequence[Buffer],
         *options: object,
     ) -> list[int]:
-        """Transfer records after pending removals of them, whose memory may already have another record."""
+        """Transfer records when no removal of them is pending. Memory of a removed record may hold another record."""
         await self._until(lambda: self._removing.isdisjoint(keys))
         self._transferring.update(keys)
 

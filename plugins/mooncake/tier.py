@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
     """Stores records in a Mooncake Store, which transfers them between its segments and the registered arena.
 
-    A batch is a few calls of Mooncake's client, each in a thread, without a copy by the tier. The master decides
-    where records are stored and which are evicted. A record is visible when its put is complete.
+    A batch takes a few calls of Mooncake's client, each in a thread. The tier itself copies no record. The master
+    decides where records are stored and which are evicted. A record is visible when its put is complete.
 
-    If a call is cancelled while a thread works on it, it ends when the thread has ended; records that were
-    put stay.
+    A call that is cancelled while a thread works on it ends when the thread has finished; records that were put stay.
 
     Args:
         config: The options.
-        store: A client that is already set up and is not closed; by default a new one.
+        store: A client that is already set up; it is not closed by the tier. By default a new client.
     """
 
     config_type = MooncakeConfig
@@ -42,7 +41,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities. Records outlive this process if the segments of other processes hold them."""
+        """Capabilities. Persistent if this process adds no segment, because all records are then in other processes."""
         return Capabilities(
             persistent=not self.config.segment_bytes,
             removes=True,
@@ -150,9 +149,9 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
         work: Callable[[Sequence[int]], Awaitable[None]],
         results: list[TierError | None] | list[Buffer | TierError | None],
     ) -> None:
-        """Call `work` with batches of positions, as many at the same time as there are threads.
+        """Call `work` with batches of positions, at most one per thread at a time.
 
-        The error of a batch is the result of those of its positions that have none yet.
+        If a batch fails, its error becomes the result of each of its positions that has no result yet.
         """
         step = max(1, self.config.batch_bytes // self._max_record_bytes)
         batches = [positions[start : start + step] for start in range(0, len(positions), step)]
@@ -169,7 +168,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
 
 
 def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:
-    """Divide the positions into rounds without repeated keys: in one call, only one buffer of a key is filled."""
+    """Divide the positions into rounds without repeated keys: a call of Mooncake's client fills one buffer per key."""
     seen: collections.Counter[ChunkKey] = collections.Counter()
     rounds: list[list[int]] = []
     for position, key in enumerate(keys):

@@ -74,14 +74,14 @@ class Bucket:
             await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
 
     async def find(self, key: ChunkKey) -> ObjectMeta | None:
-        """Return length and version of the object; None if it does not exist."""
+        """Return the metadata of the object, with its length and version; None if it does not exist."""
         async with self._request("find", key):
             with contextlib.suppress(FileNotFoundError):
                 return await obstore.head_async(self._store, name_of(key))
         return None
 
     async def read(self, key: ChunkKey, max_bytes: int) -> Bytes | ObjectMeta | None:
-        """Return the object; only its length if that is above `max_bytes`; None if it does not exist."""
+        """Return the content of the object; its metadata if it is longer than `max_bytes`; None if it does not exist."""
         async with self._request("read", key):
             try:
                 answer = await obstore.get_async(self._store, name_of(key))
@@ -136,9 +136,9 @@ class Bucket:
     async def _send(self, key: ChunkKey, buffer: Buffer) -> None:
         """Put the object, and wait until the client does not use the memory of the record any more.
 
-        The client sends directly from the memory, in threads of its own, and may use it even after it has
-        answered. It keeps a reference to the array meanwhile, so a weak reference reports the end. The slab
-        is not reused while the array exists.
+        The client sends directly from the memory, in threads of its own, and may read it even after the put has
+        returned. Meanwhile it keeps a reference to the array, so a weak reference reports when the memory is unused. The
+        slab is not reused while the array exists.
         """
         loop, unused = asyncio.get_running_loop(), asyncio.Event()
 

@@ -28,7 +28,7 @@ def parse_location(url: str) -> Location:
     """Parse a URL such as s3://bucket/prefix. Raise ValueError if it is not such a URL."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # brackets that are no IPv6 address
+    except ValueError:  # brackets without an IPv6 address
         raise ValueError(_EXPECTED) from None
     kind = _SCHEMES.get(parts.scheme)
     if kind is None or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
@@ -50,7 +50,7 @@ def _check_endpoint(value: str) -> str:
     try:
         parts = urlsplit(value)
         is_right = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError:  # of the port, or brackets that are no IPv6 address
+    except ValueError:  # an invalid port, or brackets without an IPv6 address
         is_right = False
     if not is_right or "@" in value or parts.query:
         raise ValueError("expected a URL without a user, such as https://storage.example.com:9000")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FIRST_WINDOW = 4
-"""Number of keys looked up first. Of most prompts that are not stored, the first chunk is a miss."""
+"""Number of keys looked up first. Small, because for most prompts that are not stored the first chunk is a miss."""
 _ATTEMPTS = 3
 """Attempts to read a record that is replaced between the request of its length and those of its parts."""
 _NUM_COPIES = 2
@@ -38,10 +38,10 @@ _NUM_COPIES = 2
 class S3Tier(BundledTier[S3Config, Bucket]):
     """Stores each record as one object, put in one request: it exists as a whole or not at all.
 
-    The tier has no index: a lookup is a request to the store, so records of other processes are found. A
-    record that fits into `part_bytes` is read by one request, a longer one by a HEAD request and concurrent
-    reads of its parts, all of the same version. A thread of the tier copies the bytes into the arena. The
-    client never writes there, so a request that ends late does not write to reused memory.
+    The tier has no index: a lookup is a request to the store, so records of other processes are found. If the
+    largest record fits into `part_bytes`, a record is read by one request; otherwise by a HEAD request and
+    concurrent reads of its parts, all of the same version. A thread of the tier copies the bytes into the arena.
+    The client never writes to the arena, so a request that ends late does not write to reused memory.
 
     If cancelled, a call that reads ends at once or after a running copy. A call that writes or removes ends
     with its request, within `request_timeout_s`, and the effect of the request stays.
@@ -219,7 +219,7 @@ class S3Tier(BundledTier[S3Config, Bucket]):
 async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run the calls concurrently and return their results in order. The first failure cancels the others.
 
-    Not a TaskGroup: before Python 3.13, one whose task fails leaves the calling task marked as cancelled.
+    Not a TaskGroup: before Python 3.13, a group with a failed task leaves the calling task marked as cancelled.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     if not tasks:

@@ -35,7 +35,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def check_variable(value: str) -> str:
-    """Check the name of a variable. No message shows it, because it may be the password itself."""
+    """Check the name of a variable. No message contains the value, because it may be the password itself."""
     if value and not _VARIABLE.fullmatch(value):
         raise disagree("expected the name of an environment variable, which contains the password", "")
     return value
@@ -65,7 +65,7 @@ class ValkeyConfig(TierConfig):
         password_variable: Name of an environment variable that contains the password.
         sentinel_username: ACL user of the Sentinels.
         sentinel_password_file: File of the password of the Sentinels.
-        sentinel_password_variable: Name of an environment variable that contains it.
+        sentinel_password_variable: Name of an environment variable that contains the password of the Sentinels.
         tls: Whether connections are encrypted; by default according to the URL.
         tls_ca_file: Certificates to trust, as PEM; by default those of the system.
         tls_cert_file: Client certificate, as PEM, if the server requires one.
@@ -218,10 +218,11 @@ def _parse_host(text: str, port: int) -> Endpoint:
 def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tuple[bytes, ...]:
     """Return the AUTH command for the user and the password in the options with this prefix.
 
-    It is empty without a password.
+    The command is empty if neither a user nor a password is set.
 
     Raises:
-        ConfigError: The file or the variable does not exist or is empty, or the file is open to others.
+        ConfigError: The file or the variable does not exist or is empty, the file can be read by other users, or a user
+            is set without a password.
     """
     username: str = getattr(config, f"{prefix}username") or ("" if prefix else config.address.username)
     file: Path | None = getattr(config, f"{prefix}password_file")

@@ -1,4 +1,4 @@
-"""Connections to a server: commands and replies, records without a copy, and the errors of both."""
+"""Connections to a server: commands and replies, transfer of records without a copy, and conversion of errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     halfway leaves unread replies: `idle` stays False, and the connection must be aborted.
 
     Args:
-        copies: Whether sent bytes are copied first. TLS transports keep references to them.
+        copies: Whether bytes are copied before they are sent, because TLS transports keep references to them.
     """
 
     def __init__(self, where: str, transfer_timeout_s: float, *, copies: bool) -> None:
@@ -54,9 +54,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         return self.usable and self._reader.idle and self._writable.is_set()
 
     def check_answers(self, seconds: float, option: str) -> None:
-        """Raise TierUnavailableError if the oldest command is not answered after that time.
+        """Raise TierUnavailableError if the oldest command has waited for its reply for more than `seconds`.
 
-        Its caller may have been cancelled before its own deadline.
+        Its own deadline does not detect this if its caller was cancelled before.
         """
         if self._reader.asked_at + seconds < asyncio.get_running_loop().time():
             raise TierUnavailableError(f"{self.where}: no answer within {option} of {seconds} s")
@@ -64,7 +64,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     def call(self, message: bytes, count: int) -> asyncio.Future[list[Reply]]:
         """Send commands and return a future of their `count` short replies.
 
-        If the future is cancelled, the replies are still received and dropped; the connection can be used further.
+        If the future is cancelled, the replies are still received and dropped; the connection remains usable.
         """
         replies = Replies(count)
         self._send(message, replies)
@@ -148,7 +148,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         transport.write(message)
 
     def _send_slice(self, content: memoryview, start: int) -> None:
-        """Send one slice. It is local to this frame, because tracebacks would keep its slab alive."""
+        """Send one slice. Only this frame refers to it, because a traceback of the caller would keep its slab alive."""
         transport = self.check()
         piece = content[start : start + self._slice_bytes]
         transport.write(bytes(piece) if self._copies else piece)
@@ -184,7 +184,7 @@ class Node:
         self._access = access
         self._config = config
         self._on_failure = on_failure
-        # Several Sentinels that hang must not take the time to ask the next one.
+        # For Sentinels the connect timeout, so that time is left for the next Sentinel if one hangs.
         self._answer_option = "connect_timeout_s" if access.kind == "sentinel" else "lookup_timeout_s"
         self._pause_s = config.node_pause_s if config.effective_mode == "cluster" else 0.0
         self._shared: Connection | None = None
@@ -193,11 +193,11 @@ class Node:
         self._free: list[Connection] = []
         self._all: set[Connection] = set()
         self._ended: TierError | None = None  # why there are no connections any more
-        self._failure: tuple[float, str] | None = None  # when, and what
+        self._failure: tuple[float, str] | None = None  # time and message
 
     @property
     def suspended(self) -> bool:
-        """Whether it failed less than `node_pause_s` seconds ago."""
+        """Whether the node failed less than `node_pause_s` seconds ago. Always False outside of a cluster."""
         return self._failure is not None and self._now() < self._failure[0] + self._pause_s
 
     @property
@@ -206,7 +206,7 @@ class Node:
         return self._failure is not None
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
-        """Send commands on the shared connection and return their replies. If they are late, it is aborted."""
+        """Send commands on the shared connection and return their replies. If they are late, the connection is aborted."""
         line: Connection | None = None
         option = self._answer_option
         seconds: float = getattr(self._config, option)
@@ -337,12 +337,12 @@ class Node:
                 )
 
     def _check_refusal(self, name: str, reply: ErrorReply) -> None:
-        """Raise the error of a refused command of the greeting, if it matters."""
+        """Raise the error for a refused command of the greeting, unless the refusal can be ignored."""
         is_full = "max number of clients" in reply.text
         if name == "auth" or reply.code in {"NOAUTH", "WRONGPASS"}:
             if reply.code in {"LOADING", "BUSY"} or is_full:
                 raise TierUnavailableError(f"{self.where} is not ready: {reply.code}")
-            # For AUTH only the code: a server that does not know the command repeats its arguments.
+            # For AUTH only the code: the reply to an unknown command repeats the arguments, here the password.
             known = ErrorReply(reply.code, reply.code) if name == "auth" else reply
             raise RefusedLoginError(str(refusal(self.where, known)))
         if name == "database" and reply.code == "ERR" and not is_full:

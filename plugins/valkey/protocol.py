@@ -43,7 +43,7 @@ def encode_each(command: bytes, arguments: Iterable[bytes]) -> bytes:
 
 
 def encode_around(before: tuple[bytes, ...], nbytes: int, after: tuple[bytes, ...]) -> tuple[bytes, bytes]:
-    """Encode a command without one long argument: what is sent before and after its `nbytes` bytes."""
+    """Encode a command with one long argument of `nbytes` bytes. Return the bytes to send before and after it."""
     head = b"*%d\r\n%b$%d\r\n" % (len(before) + 1 + len(after), _strings(before), nbytes)
     return head, b"\r\n" + _strings(after)
 
@@ -55,10 +55,10 @@ def _strings(arguments: Iterable[bytes]) -> bytes:
 def parse_reply(
     data: bytearray, start: int = 0, *, record: bool = False, depth: int = 0
 ) -> tuple[Reply, int] | None:
-    """Parse the reply at `start`; return it with its end, or None if it is incomplete.
+    """Parse the reply at `start`. Return the reply and the position after it, or None if it is incomplete.
 
-    With `record`, parse only the header of a string, whose length is the result. Raise ProtocolError if the bytes
-    are not a reply, or if it is too large.
+    With `record`, parse only the header of a bulk string and return its length as the reply. Raise ProtocolError if
+    the bytes are not a reply, or if the reply is too large.
     """
     end = data.find(b"\r\n", start)
     if end < 0:
@@ -125,7 +125,7 @@ _MAX_LEFT = 2 * MAX_BULK
 class Replies:
     """Waiter for the next `count` short replies.
 
-    With `memory`, it is the waiter for a record, which is received into the memory; its reply is its length.
+    With `memory`, it waits for one record, which is received into `memory`; the reply is the length of the record.
     """
 
     __slots__ = ("asked_at", "count", "done", "got", "memory")
@@ -139,7 +139,7 @@ class Replies:
         self.done: asyncio.Future[list[Reply]] = loop.create_future()
 
     def end(self, error: Exception | None = None) -> None:
-        """Pass the replies or the error on."""
+        """Resolve `done` with the replies or the error."""
         self.memory = None
         if self.done.done():
             return
@@ -181,7 +181,7 @@ class Reader:
         return memoryview(self._small) if self._body is None else self._body[:]
 
     def received(self, nbytes: int) -> None:
-        """Process bytes received into the last buffer. Raise ProtocolError if they do not answer the commands."""
+        """Process bytes received into the last buffer. Raise ProtocolError if they are not replies to the commands."""
         if self._body is not None:
             self._body = self._body[nbytes:] or None
             return
@@ -194,7 +194,7 @@ class Reader:
             raise ProtocolError(f"a reply has more than {_MAX_LEFT} bytes")
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
-        """Fail all waiters, each with an error of its own. No memory of theirs is written any more."""
+        """Fail all waiters, each with a new error. Their memory is not written to any more."""
         self._body = None
         while self._expected:
             self._expected.popleft().end(make_error())

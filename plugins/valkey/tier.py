@@ -36,7 +36,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
     TierFullError. A server that cannot be reached when the tier is opened is connected to later. In a
     cluster, a failed node affects only its own keys.
 
-    A put that is cancelled after all of it was sent may still be stored.
+    A put that is cancelled after the whole command was sent may still store its record.
     """
 
     config_type = ValkeyConfig
@@ -65,7 +65,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         )
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Look up the keys, in one message per node. Keys of a failed node are misses, but not if all fail."""
+        """Look up the keys, in one message per node. Keys of a failed node are misses; if all keys fail, raise TierError."""
         with self._call() as topology:
             answers = await topology.ask_each(b"EXISTS", [self._name(key) for key in keys])
         errors = [answer for answer in answers if isinstance(answer, TierError)]

@@ -20,7 +20,7 @@ from lmcache_async.types import KEY_BYTES, ChunkKey
 T = TypeVar("T")
 
 MAX_REDIRECTS = 4
-"""Most redirects (MOVED, ASK) of a command."""
+"""Maximum number of redirects (MOVED, ASK) of a command."""
 ASKING = encode(b"ASKING")
 SCAN_COUNT = 1000
 """COUNT of a SCAN command: keys that the server examines in one step, which blocks it."""
@@ -108,7 +108,7 @@ class Topology(ABC):
             try:
                 async with node.connection() as connection:
                     if asking:
-                        connection.call(ASKING, 1)  # replied to before the command
+                        connection.call(ASKING, 1)  # its reply precedes that of the command
                     answer = await run(connection)
             except TierUnavailableError as error:
                 raise self.classify(node, error) from error
@@ -144,7 +144,7 @@ class Topology(ABC):
         return None
 
     def classify(self, node: Node, error: TierError) -> TierError:
-        """Return the tier's error for an error of a node: of a part of the cluster, if other nodes serve."""
+        """Return the tier's error for an error of a node: TierPartUnavailableError if other nodes still work."""
         others_serve = any(other is not node and not other.failed for other in self._nodes.values())
         if others_serve and isinstance(error, TierUnavailableError):
             return TierPartUnavailableError(str(error))
@@ -173,7 +173,7 @@ class Topology(ABC):
         return node
 
     def keep(self, endpoints: set[Endpoint]) -> None:
-        """Close all other nodes."""
+        """Close the nodes of all other endpoints."""
         for endpoint in self._nodes.keys() - endpoints:
             node = self._nodes.pop(endpoint)
             node.close(TierUnavailableError(f"{node.where}: it is not a master any more"))
@@ -182,7 +182,7 @@ class Topology(ABC):
         return list(self._nodes.values())
 
     def _find_deadline(self, where: str, what: str) -> contextlib.AbstractAsyncContextManager[None]:
-        """Limit the search of the servers to the time of one that hangs and the next."""
+        """Limit the search for a server to the time of two requests: one to a server that hangs, one to the next."""
         seconds = 2 * self._access.config.lookup_timeout_s
         return deadline(seconds, where, what, "twice lookup_timeout_s")
 
@@ -286,7 +286,7 @@ class SentinelServer(SingleServer):
                 raise TierUnavailableError(f"{sentinel.where} reports an invalid address of the master")
             case _:
                 raise TierUnavailableError(
-                    f"{sentinel.where} does not know a master {self._service!r}: check sentinel_service"
+                    f"{sentinel.where} has no master {self._service!r}: check sentinel_service"
                 )
 
 
@@ -387,7 +387,7 @@ class Cluster(Topology):
         return self._table
 
     async def _refresh(self) -> list[Endpoint | None]:
-        """Request the table, from several nodes while slots are missing: a removed node sends an empty one."""
+        """Request the table. While slots are missing, request it from further nodes: a removed node sends an empty table."""
         self._refreshed = asyncio.get_running_loop().time()
         reasons: list[str] = []
         tables: list[list[Endpoint | None]] = []
