@@ -20,7 +20,7 @@ def open_copiers(
 ) -> Sequence[Copier]:
     """Open a copier for each layout, for the device of their tensors.
 
-    The copiers share their copy threads or their staging memory. Close all of them together.
+    The copiers share copy threads (CPU) or staging memory (CUDA). Close all of them together.
 
     Args:
         layouts: Layouts of paged KV caches on one device, at least one.

@@ -96,7 +96,7 @@ class Copier(Protocol):
 
 
 class CheckedJob(NamedTuple):
-    """Job with int64 rows within bounds and a payload of the right length and form; -1 rows if `has_skips`."""
+    """Job with int64 rows within bounds, -1 only if `has_skips`, and a payload of the right length and form."""
 
     rows: BlockIds
     payload: Payload
@@ -106,7 +106,7 @@ class CheckedJob(NamedTuple):
 def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
     """Check a whole batch before any byte of it is copied. Raises ValueError; see `Copier`."""
     rows = [_row_ids(index, job) for index, job in enumerate(jobs)]
-    # The bounds of all jobs together: for the few rows of a chunk NumPy needs most of its time for the calls.
+    # The bounds of all jobs together: for the few rows of one chunk, the overhead of NumPy's calls would dominate.
     low, high = _bounds(np.concatenate(rows)) if rows else (0, -1)
     if low < -1 or high >= layout.num_rows:
         _refuse_rows(layout, rows)

@@ -27,19 +27,19 @@ ALONE_S = 0.5
 """Seconds after which a layer-wise load is copied even if no thread waits for it."""
 
 MIN_THREAD_BYTES = 1 << 20
-"""Minimum bytes of a thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB 100."""
+"""Minimum bytes per thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB about 100."""
 
 
 def copy_threads(threads: int) -> WorkerPool:
-    """Threads for one or several copiers."""
+    """Return a thread pool for one or several copiers."""
     return WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
 
 
 class CpuCopier:
     """Copier with a pool of threads. The GIL is released during copies.
 
-    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn. If other
-    copiers use the `pool` too, the first `close` ends it.
+    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn. A `pool`
+    that several copiers use is shut down by the first `close`.
     """
 
     def __init__(self, layout: KVLayout, *, threads: int = 2, pool: WorkerPool | None = None) -> None:
@@ -92,7 +92,7 @@ class CpuCopier:
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
-        # A large load begins while others are planned; a small one takes no longer than the handover.
+        # A large load begins while further loads are planned; a small one takes no longer than the handover.
         at_once = stream and not to_host
         await in_threads(self._executor, [functools.partial(copy, part) for part in parts], at_once=at_once)
 

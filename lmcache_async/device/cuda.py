@@ -47,7 +47,7 @@ _Watched: TypeAlias = "tuple[DeviceEvent, asyncio.AbstractEventLoop, Callable[[E
 
 @dataclass(frozen=True, slots=True)
 class LaneStatistics:
-    """Parts of a lane, those that are not acquired, and the callers that wait or had to wait for one."""
+    """Numbers of parts of a lane, of free parts, of callers that wait for one, and of callers that had to wait so far."""
 
     parts: int
     free: int
@@ -94,7 +94,7 @@ class Lane:
         self._turns.release()
 
     def watch(self, part: Part, event: DeviceEvent) -> asyncio.Future[None]:
-        """Release the part when the device has reached `event` or failed. The future is resolved then.
+        """Release the part and resolve the returned future when the device has reached `event`, or failed.
 
         Raises:
             EngineClosedError: The lane is closed.
@@ -196,13 +196,14 @@ class TorchStreams:
 
     The stream of the model is known from the first fence. The next copy probes all side streams and some spare ones,
     without waiting: three kernels of two milliseconds are submitted to the model's stream, and then one to each other stream.
-    A later copy replaces the streams whose kernel did not start before the third of them. Side streams are used on one thread.
+    A later copy replaces the streams whose kernel did not end before the third of these began. Side streams are used on one
+    thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index  # torch takes 25 us to convert a device to its index
         self._sides: list[SideStream] = []
-        self._using = False  # one of them
+        self._using = False  # whether a side stream is the current stream
         self._model: torch.cuda.Stream | None = None
         self._probed: set[int] = set()  # streams of the model
         self._probe: _Probe | None = None
@@ -230,7 +231,7 @@ class TorchStreams:
             self._using = False
 
     def record(self, stream: SideStream) -> DeviceEvent:
-        # The reaper blocks on the event; the default would busy-wait.
+        # The thread of the lane blocks on the event; by default it would busy-wait.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream.stream)
         return event
@@ -254,8 +255,8 @@ class TorchStreams:
 
     @contextlib.contextmanager
     def _current(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # `torch.cuda.stream` takes longer, and sets the device that was current before at its end, which creates a
-        # context there if it is another one than that of the stream. `torch.cuda.device` does not.
+        # `torch.cuda.stream` takes longer. At its end it also selects the previous device, which creates a context on that
+        # device if it is not the device of the stream. `torch.cuda.device` does not.
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream(self._device)
             torch.cuda.set_stream(stream)
@@ -365,7 +366,7 @@ class CudaCopier:
     """Copies through staging memory on side streams. See `open_cuda_copiers`.
 
     Payloads should be in pinned memory. Copies of pageable memory are correct, but block the event loop. The first
-    `close` of several copiers with common lanes ends all of them.
+    `close` of several copiers with common lanes closes all of them.
     """
 
     def __init__(self, layout: KVLayout, mover: Mover, lanes: Lanes) -> None:
@@ -515,7 +516,7 @@ def open_cuda_copiers(
         store_priority: Priority of the side streams that gather, relative to those of the model.
         load_priority: Priority of the side streams that scatter.
         streams: Replaces CUDA in tests.
-        movers: Replace the best mover for each layout.
+        movers: A mover for each layout; by default the best one that is available.
     """
     device = layouts[0].device
     streams = streams or TorchStreams(device)

@@ -172,7 +172,7 @@ def whole_planes(table: PlaneTable, num_rows: Sequence[int], planes: tuple[int, 
 
 
 def plane_steps(table: PlaneTable, step_bytes: int) -> list[tuple[int, int]]:
-    """Divide all planes into consecutive ranges of at least `step_bytes` per row, if there are as many."""
+    """Divide all planes into ranges (first, last exclusive) of at least `step_bytes` per row, or one smaller range."""
     ends = [0]
     for plane in range(1, len(table.row_bytes)):
         rest = table.starts[-1] - table.starts[plane]

@@ -203,7 +203,7 @@ def _token_rows(name: str, block: Axis, token: Axis) -> Rows:
 
 
 def title(name: str) -> str:
-    """Start of an error message about the tensor of a layer."""
+    """Return the start of an error message about the tensor of a layer."""
     return f"KV cache of {name}" if name else "KV cache tensor"
 
 
@@ -250,7 +250,7 @@ def summary(planes: Sequence[Plane]) -> str:
 
 
 def digest(tensors: Sequence[TensorRows], places: Mapping[tuple[int, int], tuple[int, int]]) -> str:
-    """Hash of the position of each element of each layer in the payload, as 32 hex digits.
+    """Return a hash of the position of each element of each layer in the payload, as 32 hex digits.
 
     It covers the names, dtypes, axes and positions within planes.
     """

@@ -1,4 +1,4 @@
-"""Layer-wise loads: the model uses the first layers while later ones are copied, and copies parts itself."""
+"""Layer-wise loads: the model thread uses the first layers while later ones are copied, and helps to copy them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadProgress:
     def accept_help(self, work: Callable[[int], object]) -> None:
         """Let a thread that waits for n planes call `work(n)`.
 
-        It copies the parts of the first n planes that no other thread has begun.
+        `work(n)` copies the parts of the first n planes that no other thread has begun.
         """
         with self._changed:
             self._help = work
@@ -87,9 +87,10 @@ class LoadProgress:
         return None
 
     def wait_ended(self, *, deadline: float) -> bool:
-        """Block until the load writes no more and its outcome is known. Return False if it is not at `deadline`.
+        """Block until the load writes no more and its outcome is known. Return False if that is not so at `deadline`.
 
-        The load then counts as failed: it was abandoned, or all planes are written and only its outcome is missing.
+        In this case the load counts as failed: it was abandoned, or all planes are written and only its outcome is
+        missing.
         """
         self.wait(self._num_planes, deadline=deadline)
         with self._changed:
@@ -144,7 +145,7 @@ class PartQueue:
         self._end_if_idle()
 
     def take_error(self) -> BaseException | None:
-        """Return the first error, once. Its frames refer to the queue; a reference back would keep the payloads."""
+        """Return the first error and drop it. Its frames refer to the queue, so the cycle would keep the payloads."""
         error, self._error = self._error, None
         return error
 

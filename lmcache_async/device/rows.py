@@ -25,13 +25,13 @@ LONG_RUN_BYTES = 128 << 10
 """Average size of runs of consecutive rows from which NumPy copies each run by one call."""
 
 UNLOCKED_ITEMS = 512
-"""Rows of one call for which NumPy releases the GIL; it does not for up to 500."""
+"""Rows of a call with which NumPy releases the GIL. With up to 500 rows it does not."""
 
 STEP_BYTES = 256 << 10
 """Bytes of one call that keeps the GIL, or that reads through a temporary array, which fits in the L2 cache."""
 
 DIGEST_UNIT = 64
-"""Bytes of which rows must be a multiple for a checksum during the copy."""
+"""The row size must be a multiple of this number of bytes for a checksum during the copy."""
 
 MIN_DIGEST_BYTES = 256
 """Minimum bytes of a payload for a checksum during the copy."""
@@ -47,7 +47,7 @@ class RowGroup(PlaneGroup):
         shifts = {plane.base % self.row_bytes for plane in planes}
         aligned = len(shifts) == 1 and not any(stride % self.row_bytes for stride in strides)
         self._shift = shifts.pop() if aligned else None
-        """Offset of rows that all start at multiples of the row size plus this; else None."""
+        """Remainder of the offset of every row modulo the row size, if it is the same for all rows; else None."""
 
     def copy(
         self, where: Int64s, payload: Payload, *, to_host: bool, stream: bool, digest: bytearray | None = None

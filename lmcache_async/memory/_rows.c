@@ -120,7 +120,7 @@ check(const Py_buffer *memory, const Py_buffer *starts, const Py_buffer *payload
     const int64_t *places = starts->buf;
     for (Py_ssize_t row = 0; row < count; row++) {
         if (places[row] >= 0 && (size > memory->len || places[row] > memory->len - size)) {
-            PyErr_Format(PyExc_ValueError, "row %zd, at %lld, ends behind the memory's %zd bytes", row,
+            PyErr_Format(PyExc_ValueError, "row %zd, at %lld, ends beyond the %zd bytes of memory", row,
                          (long long)places[row], memory->len);
             return -1;
         }
@@ -135,7 +135,7 @@ read_digest(const Py_buffer *state, Digest *digest)
     if (state->len == sizeof *digest)
         memcpy(digest, state->buf, sizeof *digest);
     if (state->len != sizeof *digest || digest->done > digest->total) {
-        PyErr_SetString(PyExc_ValueError, "this is no digest");
+        PyErr_SetString(PyExc_ValueError, "expected a digest of start_digest");
         return -1;
     }
     return 0;
@@ -147,13 +147,13 @@ check_digest(const Digest *digest, const Py_buffer *starts, const Py_buffer *pay
     const int64_t *places = starts->buf;
     uint64_t left = (digest->total - digest->done) * STRIPE;
     if (size % STRIPE != 0 || (uint64_t)payload->len > left) {
-        PyErr_Format(PyExc_ValueError, "a digest that awaits %llu bytes cannot take in %zd, in rows of %zd",
+        PyErr_Format(PyExc_ValueError, "a digest with %llu bytes left cannot include %zd bytes in rows of %zd",
                      (unsigned long long)left, payload->len, size);
         return -1;
     }
     for (Py_ssize_t row = 0; row < starts->len / (Py_ssize_t)sizeof(int64_t); row++) {
         if (places[row] < 0) {
-            PyErr_Format(PyExc_ValueError, "row %zd is passed over, and a digest leaves out nothing", row);
+            PyErr_Format(PyExc_ValueError, "row %zd is skipped, but a digest must include all rows", row);
             return -1;
         }
     }
@@ -218,7 +218,7 @@ rows_start_digest(PyObject *module, PyObject *argument)
     if (num_bytes == -1 && PyErr_Occurred())
         return NULL;
     if (num_bytes < MIN_DIGEST_BYTES || num_bytes % STRIPE != 0) {
-        PyErr_Format(PyExc_ValueError, "a digest is of whole %d bytes and at least %d, not of %zd", STRIPE,
+        PyErr_Format(PyExc_ValueError, "a digest must cover a multiple of %d bytes, at least %d, not %zd", STRIPE,
                      MIN_DIGEST_BYTES, num_bytes);
         return NULL;
     }
@@ -240,7 +240,7 @@ rows_finish_digest(PyObject *module, PyObject *argument)
     if (error < 0)
         return NULL;
     if (digest.done != digest.total) {
-        PyErr_Format(PyExc_ValueError, "the digest awaits %llu bytes more",
+        PyErr_Format(PyExc_ValueError, "the digest is incomplete: %llu bytes are missing",
                      (unsigned long long)((digest.total - digest.done) * STRIPE));
         return NULL;
     }
@@ -249,9 +249,9 @@ rows_finish_digest(PyObject *module, PyObject *argument)
 }
 
 static PyMethodDef methods[] = {
-    {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and a payload; see _rows.pyi."},
-    {"start_digest", rows_start_digest, METH_O, "Of so many bytes; see _rows.pyi."},
-    {"finish_digest", rows_finish_digest, METH_O, "The xxh3_128 of what was copied; see _rows.pyi."},
+    {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and a payload; see _rows.c."},
+    {"start_digest", rows_start_digest, METH_O, "Start a digest of this number of bytes; see _rows.c."},
+    {"finish_digest", rows_finish_digest, METH_O, "Return the xxh3_128 of the copied bytes; see _rows.c."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -264,7 +264,7 @@ add_constants(PyObject *module)
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_constants}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "_rows", .m_doc = "Copies of rows without the interpreter lock.", .m_size = 0,
+    PyModuleDef_HEAD_INIT, .m_name = "_rows", .m_doc = "Copies of rows without the GIL.", .m_size = 0,
     .m_methods = methods, .m_slots = slots,
 };
 

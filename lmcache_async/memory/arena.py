@@ -123,7 +123,8 @@ class Arena:
         """Lease a slab without waiting.
 
         Returns:
-            None if no slab is free and reclaimers free none, other calls wait, or `nbytes` exceeds a slab.
+            The buffer; None if no slab is free and reclaimers free none, other calls wait, `nbytes` exceeds a slab, or
+            the arena is closed.
         """
         if not self._fits(nbytes) or self._waiters:
             return None
@@ -159,8 +160,8 @@ class Arena:
     async def lease_many(self, sizes: Sequence[int], *, timeout_s: float) -> list[Buffer]:
         """Lease slabs for as many leading `sizes` as become free within `timeout_s`, possibly none.
 
-        At most `num_slabs` are leased, and none from the first size on that exceeds a slab. The call does not
-        wait for these. If it is cancelled, nothing is leased.
+        At most `num_slabs` are leased. A size that exceeds a slab and all sizes after it get no slab, and the call does
+        not wait for them. If the call is cancelled, nothing is leased.
 
         Args:
             sizes: Bytes of each buffer.
@@ -247,7 +248,7 @@ class Arena:
         return nbytes <= self.slab_bytes
 
     async def _wait(self, wanted: int, timeout_s: float) -> list[Slab]:
-        """Take up to `wanted` slabs. If cancelled, return all of them."""
+        """Wait for `wanted` slabs and take as many as become free in time. If cancelled, free all of them again."""
         self._loop = asyncio.get_running_loop()
         waiter = _Waiter(wanted, self._loop.create_future())
         # Queue first, then serve, so that a slab freed by another thread in between is not missed.

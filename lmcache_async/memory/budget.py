@@ -11,11 +11,11 @@ from lmcache_async.errors import BudgetExceededError
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatistics:
-    """Statistics of a `ByteBudget`. The last two count all reservations so far, the peak is the maximum so far."""
+    """Statistics of a `ByteBudget`. `waited` and `refused` count all reservations so far."""
 
     max_bytes: int  # the whole budget, or the lower value of `limit`
     used_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # maximum of `used_bytes` so far
     waiting: int
     waited: int
     refused: int  # with BudgetExceededError

@@ -79,8 +79,8 @@ class Slab:
     def bytes(self) -> Bytes:
         """All bytes of the slab; uint8 of shape (nbytes,). Every derived view keeps this array alive.
 
-        The end of the last view is detected by the references to the array. `memoryview.release()` does not
-        detect slices of the view, and torch does not lock the buffer.
+        The end of the last view is detected through the references to the array, because
+        `memoryview.release()` does not fail while slices of the view exist, and torch does not lock the buffer.
         """
         if self._bytes is None:
             self._bytes = np.frombuffer(
@@ -110,7 +110,7 @@ class Slab:
 def _count_own_references() -> int:
     """Return `sys.getrefcount` of the array of a slab without views, counted as in `Slab.last_lease_ended`.
 
-    Without the GIL the count is not exact, and the result is one that never occurs.
+    Without the GIL the count is not exact. The result is then -1, which never equals a count.
     """
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return -1
@@ -220,7 +220,9 @@ class Buffer:
         slab, nbytes = self._slab, len(data)
         if self.released or self.readonly or nbytes > self.nbytes:
             self._check_leased()
-            raise ValueError(f"{nbytes} bytes for a {'read-only ' * self.readonly}buffer of {self.nbytes}")
+            raise ValueError(
+                f"cannot write {nbytes} bytes to a {'read-only ' * self.readonly}buffer of {self.nbytes} bytes"
+            )
         slab.region.view[slab.offset : slab.offset + nbytes] = data
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
@@ -350,4 +352,4 @@ class Buffer:
 
 
 def _wrong_size(nbytes: int, slab: Slab) -> ValueError:
-    return ValueError(f"a slab has {slab.nbytes} bytes, not {nbytes}")
+    return ValueError(f"a buffer of {nbytes} bytes does not fit into a slab of {slab.nbytes}")

@@ -20,7 +20,7 @@ except ImportError:  # installed where there was no C compiler
     compiled = None
 
 STREAM_BYTES = 4 << 20
-"""Minimum bytes of a batch that may bypass the CPU caches, which are little larger."""
+"""Minimum bytes of a batch that may bypass the CPU caches. Smaller batches fit into the caches."""
 
 _START = np.zeros(1, np.int64)
 
@@ -28,8 +28,8 @@ _START = np.zeros(1, np.int64)
 class FasterWay:
     """Decides by measurement whether copies bypass the CPU caches. The faster way depends on the machine.
 
-    Each way is tried `TRIALS` times. After that the faster one is chosen, and the other one every `AGAIN`th
-    time, because the load of the machine changes.
+    Each way is tried `TRIALS` times. After that the faster one is chosen, except that every `AGAIN`th batch is copied
+    the other way, because the load of the machine changes.
     """
 
     TRIALS = 3
@@ -72,7 +72,7 @@ def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
         ValueError: The lengths differ.
     """
     if len(target) != len(source):
-        raise ValueError(f"{len(source)} bytes do not fit into {len(target)}")
+        raise ValueError(f"cannot copy {len(source)} bytes to {len(target)} bytes: the lengths differ")
     if compiled is None:
         np.copyto(target, source)
     elif len(target):

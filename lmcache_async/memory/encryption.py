@@ -1,8 +1,8 @@
 """Encryption of records for tiers outside of the memory of the process: AES-256-GCM with a key per record.
 
 An encrypted record has the length of the plain record. Its first page begins with a plaintext envelope: the
-usual prefix of a record with a flag in the version, the key id, a nonce, a checksum and the tag. Header and
-payload follow encrypted. The padding of the header has room for the envelope (`RecordFormat.reserved_bytes`).
+usual prefix of a record with a flag in the version, the key id, a nonce, a checksum and the tag. The encrypted
+header and payload follow. The padding of the header has room for the envelope (`RecordFormat.reserved_bytes`).
 
 The nonce has 192 random bits. 96 bits derive the AES key of the record, and 96 bits are the nonce of GCM:
 this is XAES-256-GCM as specified by the C2SP. A nonce collision is unlikely even after 2**80 records under
@@ -67,7 +67,10 @@ class RecordCipher:
         header_bytes, record_bytes = peek_sizes(record)
         text_bytes = header_bytes - ENVELOPE_BYTES
         if not len(record) == len(into) == record_bytes or any(record[text_bytes:header_bytes]):
-            raise ValueError(f"a record of {record_bytes} bytes in {len(record)} does not fit {len(into)}")
+            raise ValueError(
+                f"cannot encrypt a record of {record_bytes} bytes from {len(record)} into {len(into)} bytes of memory:"
+                " the lengths differ, or its header has no room for the envelope"
+            )
         nonce = os.urandom(_NONCE_BYTES)
         start = (MAGIC, VERSION | ENCRYPTED, header_bytes, ENVELOPE_BYTES, record_bytes - header_bytes)
         _ENVELOPE.pack_into(into, 0, *start, self._first.id, nonce, b"", b"")
@@ -138,7 +141,7 @@ def envelope_key_id(first_page: memoryview) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Key with its id and the derivation of the keys of records."""
+    """Encryption key, its id, and the derivation of a cipher for each record."""
 
     id: bytes
     _block: Any = field(repr=False)

@@ -88,10 +88,10 @@ def read_header(view: memoryview) -> RecordHeader:
     """Read the header of a record and verify its checksum.
 
     Args:
-        view: The whole header or more.
+        view: The record, or at least its whole header.
 
     Raises:
-        ChunkCorruptError: The bytes are not a header, or not all of it.
+        ChunkCorruptError: The header is incomplete, invalid, encrypted, or its checksum is wrong.
     """
     header_bytes, packed_bytes, payload_bytes, checksum = _read_prefix(view)
     if len(view) < header_bytes:

@@ -124,10 +124,11 @@ class HeaderTemplate:
         payload_bytes: int,
     ) -> None:
         if not 0 <= payload_bytes <= MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a payload of {payload_bytes} bytes; the maximum is {MAX_PAYLOAD_BYTES}")
+            raise ValueError(f"a payload has {payload_bytes} bytes, expected 0 to {MAX_PAYLOAD_BYTES}")
         if num_tokens > format.chunk_size or len(shape) > MAX_DIMENSIONS:
             raise ValueError(
-                f"a chunk of {num_tokens} tokens, shape {shape}; maximum {format.chunk_size} tokens"
+                f"a chunk of {num_tokens} tokens with a payload of shape {shape} exceeds the format's maximum of"
+                f" {format.chunk_size} tokens and {MAX_DIMENSIONS} dimensions"
             )
         token_bytes = num_tokens * _TOKEN_TYPE.itemsize
         head = {
@@ -207,7 +208,7 @@ def seal(
     header_bytes = format.header_bytes
     stop = header_bytes + payload_bytes
     if stop > len(view):
-        raise ValueError(f"a record of {stop} bytes does not fit {len(view)}")
+        raise ValueError(f"a record of {stop} bytes does not fit into {len(view)} bytes of memory")
     checksum = checksum or payload_checksum(view[header_bytes:stop])
     template = format.template(chunk, request_namespace, shape, payload_bytes)
     view[:header_bytes] = template.header(chunk, checksum)
@@ -310,7 +311,7 @@ def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
 
 
 def _digest(piece: memoryview, rest: Iterator[memoryview], nbytes: int) -> tuple[int, bytes]:
-    """Return the number of missing bytes of `nbytes`, and the checksum of the others."""
+    """Hash the first `nbytes` bytes of `piece` and `rest`. Return how many of them are missing, and the checksum."""
     digest = xxhash.xxh3_128()
     left = nbytes
     for part in chain((piece,), rest):

@@ -174,7 +174,7 @@ class Region:
 
 @contextlib.contextmanager
 def cuda_thread(device: int) -> Iterator[None]:
-    """Let this thread make CUDA calls beside those of the model.
+    """Prepare this thread, for the block, to make CUDA calls while another thread runs the model.
 
     The device is set because the thread would otherwise create a context on device 0. The capture mode is set
     because pinning memory or waiting for an event otherwise fails while another thread captures a CUDA graph,
@@ -193,7 +193,7 @@ def cuda_thread(device: int) -> Iterator[None]:
 def _exchange_capture_mode(mode: int) -> int:
     """Set how this thread is affected by captures of CUDA graphs in other threads. Return the previous mode."""
     number = ctypes.c_int(mode)
-    with contextlib.suppress(OSError, AttributeError):  # not a driver of NVIDIA
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(number))
     return number.value
 

@@ -1,4 +1,4 @@
-"""Thread pool that drops references to arguments before the future resolves, and waits under cancellation."""
+"""Thread pool that drops references to arguments before a future resolves, and waiting for calls despite cancellation."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class WorkerPool(ThreadPoolExecutor):
         return future
 
     def abandon(self) -> None:
-        """Do not wait for running calls when the interpreter ends. Daemon threads are then ended with it."""
+        """Let the interpreter exit without waiting for running calls, if the threads of the pool are daemon threads."""
         for worker in self._threads:
             _joined_at_exit.pop(worker, None)
 
     def _adjust_thread_count(self) -> None:
-        """Start a thread for a call that `submit` has queued, if it can be started or there is no other."""
+        """Start a thread for a queued call. If none can be started, leave the call to the others; without others, raise."""
         try:
             super()._adjust_thread_count()
         except RuntimeError:  # "can't start new thread"
             if not self._threads:
-                self._work_queue.get_nowait()  # or a later thread would run the call unawaited
+                self._work_queue.get_nowait()  # otherwise a later thread would run the call, which no caller awaits
                 raise
 
 
@@ -81,14 +81,14 @@ async def in_threads(
 ) -> list[T]:
     """Run the functions on the executor and return their results, or raise the first error. See `in_thread`.
 
-    With `at_once` the threads begin before this thread runs on, which holds it up for 50 microseconds.
+    With `at_once`, this thread yields the GIL so that the threads begin first, which takes it about 50 microseconds.
     """
     calls: list[Future[T]] = []
     try:
         calls.extend(map(executor.submit, functions))
         if at_once:
             yield_gil()
-    finally:  # if one is refused, those before it use their buffers
+    finally:  # if a function cannot be submitted, those before it still use their buffers
         await wait_ended(*calls)
     try:
         return list(map(Future.result, calls))  # no frame refers to a single call
@@ -184,8 +184,8 @@ def running_task() -> Task:
 def is_ending(error: BaseException, task: Task) -> bool:
     """Whether `error` ends the task of the caller, so that it must propagate.
 
-    A CancelledError does if cancellation of the task was requested; otherwise the client of a plug-in raised
-    it. A GeneratorExit does if the task is not running, because its coroutine is being closed.
+    A CancelledError ends the task if its cancellation was requested; otherwise a plug-in raised it by itself. A
+    GeneratorExit ends the task if the task is not running, because its coroutine is being closed.
 
     Args:
         error: Exception raised by the call.

@@ -140,7 +140,7 @@ def test_a_header_without_room_for_the_envelope_is_refused():
     seal(record, format=tight, chunk=chunk, request_namespace="", shape=(8,), payload_bytes=8)
     record[tight.header_bytes - 1] = 1
 
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="no room for the envelope"):
         encrypted(record, RecordCipher([ONE]))
 
 

@@ -75,7 +75,7 @@ def test_resize_sets_the_length_of_this_lease_alone(arena: Arena) -> None:
 
         assert len(buffer.view) == buffer.nbytes == 4000
         assert len(other.view) == other.nbytes == 100
-        with pytest.raises(ValueError, match="4096 bytes, not 4097"):
+        with pytest.raises(ValueError, match="4097 bytes does not fit into a slab of 4096"):
             buffer.resize(PAGE + 1)
 
 
@@ -186,7 +186,7 @@ def test_bytes_are_written_to_the_start_of_a_buffer_only(arena: Arena) -> None:
 
         assert bytes(other.view) == b"head" + b"x" * 96
         assert bytes(buffer.view) == b"x" * 100
-        with pytest.raises(ValueError, match="101 bytes for a buffer of 100"):
+        with pytest.raises(ValueError, match="101 bytes to a buffer of 100 bytes"):
             other.write(bytes(101))
         with other.lend(Owner()) as lease, pytest.raises(ValueError, match="read-only buffer"):
             lease.write(b"head")

@@ -41,7 +41,7 @@ def test_all_bytes_come_and_no_other_is_written(length, source_start, target_sta
 @pytest.mark.parametrize(("target", "source"), [(4, 5), (5, 4), (0, 1), (1, 0)])
 def test_lengths_that_differ_are_refused_before_a_byte_is_written(target, source):
     into = np.zeros(target, np.uint8)
-    with pytest.raises(ValueError, match=f"{source} bytes do not fit into {target}"):
+    with pytest.raises(ValueError, match=f"{source} bytes to {target} bytes: the lengths differ"):
         copies.copy_bytes(into, np.ones(source, np.uint8), stream=True)
     assert not into.any()
 

@@ -64,9 +64,9 @@ def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, s
 @pytest.mark.parametrize(
     ("starts", "payload_bytes", "size", "message"),
     [
-        ([0, 93], 16, 8, "row 1, at 93, ends behind the memory's 100 bytes"),
-        ([2**62], 8, 8, "row 0, at 4611686018427387904, ends behind"),
-        ([0], 101, 101, "row 0, at 0, ends behind"),
+        ([0, 93], 16, 8, "row 1, at 93, ends beyond the 100 bytes of memory"),
+        ([2**62], 8, 8, "row 0, at 4611686018427387904, ends beyond"),
+        ([0], 101, 101, "row 0, at 0, ends beyond"),
         ([0, 8], 15, 8, "a payload of 15 bytes is not 2 rows of 8"),
         ([0, 8], 0, 2**62, "a payload of 0 bytes is not 2 rows"),
         ([0], 8, 0, "a payload of 8 bytes is not 1 rows of 0"),
