@@ -282,7 +282,7 @@ class Arena:
             del self._waiters[waiter]
 
     def _serve_soon(self) -> None:
-        """Serve in the next iteration of the loop, not within the current release. Any thread."""
+        """Serve waiters in the next iteration of the loop, not within the current release. Thread-safe."""
         if not self._waiters or self._serve_is_due or self._loop is None:
             return
         self._serve_is_due = True

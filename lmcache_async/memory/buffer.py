@@ -352,4 +352,4 @@ class Buffer:
 
 
 def _wrong_size(nbytes: int, slab: Slab) -> ValueError:
-    return ValueError(f"a buffer of {nbytes} bytes does not fit into a slab of {slab.nbytes}")
+    return ValueError(f"a length of {nbytes} bytes is not within the {slab.nbytes} bytes of the slab")

@@ -1,4 +1,4 @@
-"""Header of a record: prefix, fields and checksum. Stateless; any thread.
+"""Header of a record: prefix, fields and checksum. The functions are stateless and thread-safe.
 
 The prefix is little-endian: magic, version, sizes, header checksum. A msgpack map follows, then zeros up to
 the end of a page. The checksum covers the whole header, with its own bytes as zeros.

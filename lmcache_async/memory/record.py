@@ -103,7 +103,7 @@ class RecordFormat:
 
 
 class HeaderTemplate:
-    """Header of records that differ only in key, tokens and checksum. Immutable; any thread.
+    """Header of records that differ only in key, tokens and checksum. Immutable and thread-safe.
 
     Attributes:
         checksum_at: Position of the payload checksum in the header.

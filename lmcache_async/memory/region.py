@@ -39,8 +39,8 @@ def request_huge_pages(address: int, nbytes: int) -> None:
 class Region:
     """Mapping of host memory. A background thread faults its pages in and pins them, in steps.
 
-    Both only affect speed: memory can be used before they are done. Steps are multiples of `grain_bytes`, so
-    that no slab extends over two pinned ranges; CUDA rejects a copy across two ranges.
+    Faulting and pinning only affect speed: the memory can be used before they are done. Steps are multiples of
+    `grain_bytes`, so that no slab extends over two pinned ranges; CUDA rejects a copy across two ranges.
 
     Args:
         grain_bytes: Bytes of the unit of copies (a slab).

@@ -81,7 +81,7 @@ async def in_threads(
 ) -> list[T]:
     """Run the functions on the executor and return their results, or raise the first error. See `in_thread`.
 
-    With `at_once`, this thread yields the GIL so that the threads begin first, which takes it about 50 microseconds.
+    With `at_once`, this thread yields the GIL so that the threads begin first, which takes about 50 microseconds.
     """
     calls: list[Future[T]] = []
     try:

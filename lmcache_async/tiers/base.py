@@ -98,7 +98,7 @@ class TierStatistics:
     Attributes:
         chunks: Number of records.
         bytes: Bytes that count against `max_bytes`.
-        max_bytes: Capacity in bytes; None if only the backend knows it.
+        max_bytes: Capacity in bytes; None if the tier cannot determine it.
         evictions: Records evicted since the tier was opened.
         corrupt: Corrupt records that the tier itself detected since it was opened. Each was a miss and is not
             found any more.
@@ -337,7 +337,7 @@ class Tier(ABC, Generic[ConfigT]):
         """Count the leading keys that a tier with the capability `in_arena` has now. The default is None: unknown.
 
         Unlike `count_prefix`, it may be called from any thread and concurrently with other methods, and must not block.
-        An eviction policy treats it as a lookup. The result may be outdated when the caller uses it.
+        An eviction policy should treat it as a lookup. The result may be outdated when the caller uses it.
         """
         del keys
         return None

@@ -611,8 +611,8 @@ class TierHandle:
 def _with_deadline(layers: Sequence[Layer], context: LayerContext) -> tuple[Layer, ...]:
     """Return the layers with a deadline.
 
-    If no `deadline` layer is listed outside of all layers that are not `bounded`, one is added: outside of the first
-    layer that is not `bounded`, or innermost if all layers are.
+    If no `deadline` layer is listed, or only inside of an unbounded layer (see `Layer.bounded`), one is added: outside
+    of the first unbounded layer, or innermost if there is none.
     """
     position = next(
         (i for i, layer in enumerate(layers) if isinstance(layer, DeadlineLayer) or not layer.bounded),

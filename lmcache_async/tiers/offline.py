@@ -122,7 +122,7 @@ class OfflineStore(ABC):
 
     @abstractmethod
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Return which of the records are stored."""
+        """Return for each key whether its record is stored."""
 
     async def prepare_writes(self) -> None:
         """Delete unfinished files of interrupted writers. Called before the first `write`.

@@ -77,7 +77,7 @@ class Fetched:
 
 
 class OnResults(Protocol):
-    """Receives the results of a tier for a write, and whether the tier is `shared` with other processes."""
+    """Callback with the results of a write to one tier, and whether the tier is `shared` with other processes."""
 
     def __call__(self, results: Sequence[WriteResult], *, shared: bool) -> None: ...
 

@@ -157,7 +157,7 @@ class RecordFiles:
         return frozenset(left), error
 
     def reject(self, keys: Sequence[ChunkKey], cause: str) -> tuple[frozenset[ChunkKey], Failure | None]:
-        """Move corrupt records to the quarantine, or delete them. Return as `delete` does."""
+        """Move corrupt records to the quarantine, or delete them. Return the same as `delete`."""
         left = keys
         if self._max_quarantine_bytes is not None:
             left = []

@@ -131,7 +131,7 @@ class Mapping:
         return self._region
 
     def _settle(self) -> None:
-        """Close the socket and unmap the memory if it is unused. May be called more than once, by any thread."""
+        """Close the socket and unmap the memory if it is unused. May be called more than once, from any thread."""
         self._take_idle()
         if not self._slabs and not self._copies:
             self._let_go = True

@@ -318,7 +318,7 @@ class Node:
     async def _greet(self, connection: Connection) -> None:
         """Authenticate, set the name, select the database and check the role in one message.
 
-        Users with few permissions may be refused the name and the role; these refusals are ignored.
+        The server may refuse to set the name or return the role if the user has few permissions. This is ignored.
         """
         config, to_server = self._config, self._access.kind == "valkey"
         commands = {"auth": self._access.auth, "name": (b"CLIENT", b"SETNAME", _NAME)}

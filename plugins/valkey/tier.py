@@ -203,7 +203,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
     ) -> None:
         """Run `one` for each position, with as many concurrent calls per node as it has connections.
 
-        Each record is routed again when its turn comes: the node may have failed or changed meanwhile.
+        Each record is routed again right before its transfer, because its node may have failed or changed meanwhile.
         """
         by_node: dict[Node, list[int]] = {}
         nodes: Sequence[Node | TierError]

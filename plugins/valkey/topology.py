@@ -144,7 +144,7 @@ class Topology(ABC):
         return None
 
     def classify(self, node: Node, error: TierError) -> TierError:
-        """Return the tier's error for an error of a node: TierPartUnavailableError if other nodes still work."""
+        """Return the tier's error for an error of a node: TierPartUnavailableError if only some nodes are unavailable."""
         others_serve = any(other is not node and not other.failed for other in self._nodes.values())
         if others_serve and isinstance(error, TierUnavailableError):
             return TierPartUnavailableError(str(error))
@@ -331,8 +331,8 @@ def parse_redirect(text: str, asked: Endpoint | None = None) -> tuple[int, Endpo
 class Cluster(Topology):
     """A cluster: 16384 slots, each with a master.
 
-    The table of slots is requested on first use, and again before the next call after a node redirected a
-    command or could not be reached, or a slot had no node. Until then the old table is used.
+    The table of slots is requested on first use. After a node redirected a command or could not be reached, or a
+    slot had no node, the next call requests it again, at most every `REFRESH_S` seconds.
     """
 
     def __init__(self, access: Access) -> None:

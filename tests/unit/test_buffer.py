@@ -75,7 +75,7 @@ def test_resize_sets_the_length_of_this_lease_alone(arena: Arena) -> None:
 
         assert len(buffer.view) == buffer.nbytes == 4000
         assert len(other.view) == other.nbytes == 100
-        with pytest.raises(ValueError, match="4097 bytes does not fit into a slab of 4096"):
+        with pytest.raises(ValueError, match="4097 bytes is not within the 4096 bytes"):
             buffer.resize(PAGE + 1)
 
 
