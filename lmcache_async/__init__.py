@@ -96,7 +96,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above and reject other na
         "engine.engine",
         "cache_engine",
     )
-    """Modules of the public names. The first one that has a name is used; modules with torch are the last."""
+    """Modules with the public names, in search order. Modules that import torch come last."""
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use (PEP 562)."""

@@ -1,6 +1,6 @@
-"""Exceptions of this package, by the possible reaction of the caller.
+"""Exceptions of this package, one class for each possible reaction of a caller.
 
-A miss is a value (`None`), never an exception. In an inference server none of them reaches the server: a
+A miss is a value (`None`), never an exception. No exception of this package reaches an inference server: a
 failure becomes a miss or a counted drop.
 """
 
@@ -12,7 +12,7 @@ class LMCacheAsyncError(Exception):
 class ConfigError(LMCacheAsyncError):
     """A configuration key or value is invalid.
 
-    The message contains it, its location and the nearest valid one.
+    The message contains the key or value, the place where it was set, and the nearest valid one.
     """
 
 
@@ -40,7 +40,7 @@ class TierError(LMCacheAsyncError):
     """The backend of a tier failed. The caller counts a miss on a read and a drop on a write.
 
     Attributes:
-        retryable: The same call may succeed later without intervention.
+        retryable: Whether the same call may succeed later without intervention.
     """
 
     retryable: bool = False

@@ -32,7 +32,7 @@ class NamedHandler(logging.Handler):
 class LimitedLogger:
     """Logs the first line of a cause at once, and later ones at most once per interval."""
 
-    _MAX_CAUSES = 1000  # bounds the table, because a cause may contain data
+    _MAX_CAUSES = 1000  # causes may contain data, so their number has no limit of its own
 
     def __init__(
         self, logger: logging.Logger, *, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic
@@ -56,7 +56,7 @@ class LimitedLogger:
         exc_info: bool = False,
         stacklevel: int = 1,
     ) -> None:
-        """Log a line with the arguments of `logging.Logger.log`, on behalf of the caller."""
+        """Log a line with the arguments of `logging.Logger.log`. Its source location is that of the caller."""
         now = self._clock()
         last, held_back = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < self._interval_s:
@@ -72,8 +72,8 @@ class LimitedLogger:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error, also if its `__str__` raises."""
+    """Return the text of an error, or a placeholder if its `__str__` raises."""
     try:
         return str(error)
     except BaseException as failure:  # noqa: BLE001  # errors of third parties are reported here
-        return f"<its text is not available: __str__ raised {type(failure).__name__}>"
+        return f"<no error text: __str__ raised {type(failure).__name__}>"

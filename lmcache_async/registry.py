@@ -43,7 +43,7 @@ class Plugin:
 class Registry:
     """Plug-ins that were installed when the registry was created.
 
-    Of several distributions of the same name on the path, only the first is used, as by Python imports.
+    If the path contains several distributions of one name, only the first is used, as by Python's imports.
     """
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
@@ -51,14 +51,14 @@ class Registry:
         self._plugins: dict[str, list[Plugin]] = {group: [] for group in _KINDS}
         self._requires: dict[str, list[str]] = {}
         context: dict[str, Any] = {} if path is None else {"path": list(path)}
-        # To parse the metadata of every installed distribution takes 0.2 s; most have no plug-ins.
+        # Parsing the metadata of all installed distributions takes 0.2 s, and most have no plug-ins.
         with_plugins = [each for each in distributions(**context) if _mentions_plugins(each)]
         for name in dict.fromkeys(_normal(each.name or "") for each in with_plugins):
             if name:
                 self._read(name, next(iter(distributions(name=name, **context))))
 
     def available(self, group: str, *, third_party: bool = True) -> dict[str, Plugin]:
-        """Return the plug-ins of a group by name, without those of other distributions unless `third_party`.
+        """Return the plug-ins of a group by name. `third_party` includes those of other distributions.
 
         If several distributions offer a name, the bundled plug-in takes precedence, then the first
         distribution in alphabetical order.
@@ -72,7 +72,13 @@ class Registry:
         return dict(sorted(found.items()))
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
-        """Import a plug-in. Of two third-party distributions that offer it, none is used."""
+        """Import a plug-in and return the object of its entry point.
+
+        Raises:
+            UnknownPluginError: There is no plug-in with this name.
+            MissingDependencyError: The plug-in imports a package that is not installed.
+            ConfigError: Its import fails otherwise, or several third-party distributions offer it.
+        """
         plugin = self.available(group, third_party=third_party).get(name)
         if plugin is None:
             raise UnknownPluginError(self._unknown(group, name, third_party=third_party))
@@ -94,7 +100,7 @@ class Registry:
     def load_class(
         self, group: str, name: str, base: type[T], *, where: str = "", third_party: bool = True
     ) -> type[T]:
-        """Import a plug-in that must be a subclass of `base`; errors as in `load`, with the place `where`."""
+        """Import a plug-in as in `load`. Raise ConfigError at `where` if it is not a subclass of `base`."""
         loaded = self.load(group, name, third_party=third_party)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             place = f"{where}: " if where else ""
@@ -123,7 +129,7 @@ class Registry:
     def _missing(
         self, group: str, plugin: Plugin, error: ModuleNotFoundError
     ) -> MissingDependencyError | ConfigError:
-        """Return an error with the package to install; a ConfigError if the plug-in itself is missing."""
+        """Return an error that names the package to install; a ConfigError if the plug-in's own package is missing."""
         module = (error.name or "").partition(".")[0]
         what = f"the {_KINDS[group]} {plugin.name} of {plugin.distribution} {plugin.version}"
         if not module or module == plugin.value.partition(":")[0].partition(".")[0]:
@@ -136,7 +142,10 @@ class Registry:
 
 
 def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
-    """Return the extra that installs `module`; that of the plug-in if several or none can be found."""
+    """Return the extra that installs `module`; if there are several or none, preferably the one named `plugin`.
+
+    None if there is no such extra.
+    """
     extras: dict[str, list[str]] = {}
     for requirement in requires:
         if match := re.match(r"\s*([A-Za-z0-9._-]+).*;.*\bextra\s*==\s*['\"]([^'\"]+)['\"]", requirement):

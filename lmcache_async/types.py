@@ -17,7 +17,7 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 KEY_BYTES = 16
 MAX_CHUNK_SIZE = 1 << 24
-"""Maximum tokens of a chunk: far above any use, and below the marks that end the messages of keys."""
+"""Maximum tokens of a chunk. Below the marks of `hashing.namespace`, so that hashed chunks and namespaces differ."""
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 """Token ids: C-contiguous int32 of shape (num_tokens,)."""
@@ -29,7 +29,7 @@ WriteResult: TypeAlias = "asyncio.Future[TierError | None] | TierError | None"
 """Result of the write of a chunk to a tier: None if it was stored, else the error, or a future of either."""
 
 
-@dataclass(slots=True)  # not frozen: it would take three times as long to create one
+@dataclass(slots=True)  # not frozen: a frozen instance takes three times as long to create
 class Chunk:
     """One chunk of a request. Not changed after its creation.
 
@@ -101,10 +101,11 @@ class RetrieveReport:
 
 
 Decided: TypeAlias = Literal["load", "partial", "recompute", "local", "miss", "late", "off"]
-"""Decision about the hit of a request: load all of it, a part, or nothing because recomputing is faster.
+"""Decision about the hit of a request.
 
-Or there is nothing to load: the inference server has it ("local"), no tier has it ("miss"), the lookup timed
-out ("late"), or there was no lookup ("off").
+"load", "partial" and "recompute": load all of it, a part of it, or nothing because recomputing is faster. The other
+values mean that there is nothing to load: "local" (the inference server has the tokens itself), "miss" (no tier has
+them), "late" (the lookup timed out), "off" (there was no lookup).
 """
 
 

@@ -15,7 +15,7 @@ COMMANDS = {
     "bench": "Measure memory, disk and tiers, and compare each with its physical limit.",
     "serve": "Run the daemon that keeps one pool of records for all engines of this host, until SIGTERM or SIGINT.",
     "doctor": "Check the environment, the machine, the configuration and each of its tiers, and advise what to do.",
-    "tiers": "List the installed tiers, layers and stages, and why one cannot be used.",
+    "tiers": "List the installed tiers, layers and stages, with the reason if one cannot be used.",
     "config": "Show, check and describe configurations.",
     "top": "Show hits by tier, transfer rates, queues, leases, breakers and recent requests, until Ctrl-C.",
     "inspect": "Show the records by namespace, or the header of one record. Read-only.",
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 class LazyCommand(TyperCommand):
-    """A command whose module is imported when it is parsed. Name and summary are known before."""
+    """A command whose module is imported when it is parsed. Its name and summary need no import."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, help=COMMANDS[name])

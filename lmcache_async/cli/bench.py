@@ -22,7 +22,8 @@ JsonFile = Annotated[
 ]
 Rounds = Annotated[int | None, Option(min=1, help=f"Number of rounds; {DEFAULT_ROUNDS} by default.")]
 Quick = Annotated[
-    bool, Option("--quick", help="Small sizes, to test that it runs; the results have no meaning.")
+    bool,
+    Option("--quick", help="Use small sizes, to test that the benchmark runs; the results have no meaning."),
 ]
 
 bench_command = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -49,7 +50,7 @@ def disk_command(
     path: Annotated[
         Path | None,
         Option(
-            help="Directory to write in; by default the one for temporary files.",
+            help="Directory to write to; by default the directory for temporary files.",
             file_okay=False,
             exists=True,
             writable=True,
@@ -74,7 +75,7 @@ def tier_command(
         str,
         Argument(
             metavar="TIER",
-            help="The id of a tier in --config; without it a URL such as valkey://host:6379, a tier as JSON, or a name.",
+            help="A tier as JSON; with --config the id of a tier, otherwise a URL such as valkey://host:6379 or a tier's name.",
             autocompletion=complete_tiers,
         ),
     ],
@@ -90,7 +91,8 @@ def tier_command(
 ) -> None:
     """Measure puts and gets of one tier, and compare them with memcpy and, if possible, raw I/O.
 
-    Records have random keys and are removed again. A full tier may evict other records for them.
+    Records have random keys and are removed at the end, if the tier can remove records. A full tier may evict
+    other records for them.
     """
     from lmcache_async.bench import tier  # imports torch, which --help does not need
 

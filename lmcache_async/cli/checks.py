@@ -23,7 +23,7 @@ PYTHON = ("3.11",)
 """Tested minor versions; the first is also the oldest supported one."""
 UVLOOP = ("0.23",)
 MATRIX = (("0.32.0", "2.13.0"), ("0.31.0", "2.13.0"), ("0.30.0", "2.13.0"))
-"""Versions of vLLM and torch with which the connector was tested. docs/compatibility.md has the same."""
+"""Versions of vLLM and torch with which the connector was tested. docs/compatibility.md lists the same."""
 
 GROUP = "vllm.general_plugins"
 PLUGIN = "lmcache_async"
@@ -43,7 +43,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 
 def minor(text: str) -> str:
-    """`0.32` of `0.32.0+cpu`."""
+    """Return major and minor version, such as `0.32` for `0.32.0+cpu`."""
     return ".".join(text.partition("+")[0].split(".")[:2])
 
 
@@ -78,7 +78,7 @@ def check_plugin(env: Mapping[str, str] = os.environ) -> Iterator[Check]:
         yield fail(name, f"no entry point {PLUGIN} of {GROUP}", "pip install lmcache-async beside vLLM")
     elif allowed is not None and PLUGIN not in [word.strip() for word in allowed.split(",")]:
         yield fail(
-            name, f"VLLM_PLUGINS is {allowed!r}, which excludes it", f"add {PLUGIN} to it, or unset it"
+            name, f"VLLM_PLUGINS is {allowed!r}, which excludes {PLUGIN}", f"add {PLUGIN} to it, or unset it"
         )
     else:
         yield _query_vllm(name, env)
@@ -166,7 +166,7 @@ def check_memory(config: EngineConfig, root: Path = ROOT, available: int | None 
 
 
 def check_pinning(config: EngineConfig, *, has_cuda: bool | None = None, limit: int | None = None) -> Check:
-    """Compare the arena with the limit of locked memory. By default torch and the system are asked."""
+    """Compare the arena with the limit of locked memory. The defaults are read from torch and the system."""
     import torch  # not needed by --help
 
     name = "pinned memory"
@@ -183,7 +183,7 @@ def check_huge_pages(config: EngineConfig, root: Path = ROOT) -> Check:
     name, file = "huge pages", root / "sys/kernel/mm/transparent_hugepage/enabled"
     match = re.search(r"\[(\w+)\]", _read(file))
     reserved = _number(root / "proc/sys/vm/nr_hugepages") or 0
-    found = f"the mode of transparent ones is {match[1] if match else 'unknown'}; {reserved} reserved pages, which are not used"
+    found = f"transparent huge pages: {match[1] if match else 'unknown'}; reserved huge pages: {reserved}, which are not used"
     if config.arena.huge_pages and (match is None or match[1] == "never"):
         return warn(name, found, f"echo madvise > /{file.relative_to(root)} (as root)")
     return ok(name, found)
@@ -217,7 +217,7 @@ def memory_limit(root: Path) -> int | None:
 
 
 def _cpu_quota(root: Path) -> float:
-    """The lowest quota in cores; infinity without one."""
+    """Return the lowest CPU quota of the control groups, in cores; infinity without a quota."""
     quotas = [float("inf")]
     for folder, _ in _groups(root, "cpu"):
         words = _read(folder / "cpu.max").split()
@@ -230,7 +230,7 @@ def _cpu_quota(root: Path) -> float:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, str]]:
-    """The directories of this process's control groups (v1 and v2), innermost first, and the file of their limit."""
+    """Yield each directory of this process's control groups (v1 and v2), innermost first, with the name of its limit file."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)

@@ -48,7 +48,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 config_command = typer.Typer(no_args_is_help=True, add_completion=False)
 
 DaemonFlag = Annotated[
-    bool, Option("--daemon", help="The file is one of lmcache-async serve, not of an engine.")
+    bool, Option("--daemon", help="The file configures lmcache-async serve, not an engine.")
 ]
 ExtraOption = Annotated[
     str | None, Option(metavar="JSON", help="vLLM's kv_connector_extra_config; overrides the file.")
@@ -60,7 +60,9 @@ def show_command(
     file: Annotated[
         Path | None,
         Argument(
-            metavar="FILE", help="A YAML file; by default the one that the environment names.", dir_okay=False
+            metavar="FILE",
+            help="A YAML file; by default the file that the environment names.",
+            dir_okay=False,
         ),
     ] = None,
     extra: ExtraOption = None,
@@ -94,7 +96,7 @@ def check_command(
     daemon: DaemonFlag = False,
     as_json: JSONFlag = False,
 ) -> None:
-    """Print every error of a configuration, one per line. Exits with 1 if there is one.
+    """Print every error of a configuration, one per line. Exits with 1 if there is an error.
 
     Plug-ins are imported and secret files are read, as by an engine. No connection is opened.
     """
@@ -193,7 +195,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: Loaded[Any], registry: R
         )
     options, layers = None, tier.layers
     usual = USUAL_LAYERS
-    # `config check` reports errors; here the options of a plug-in with one are shown as they are given.
+    # Errors are reported by `config check`. Here, invalid options are shown as given.
     with contextlib.suppress(Exception):
         made = make_tier(tier, registry, third_party=third_party)
         usual = USUAL_ARENA_LAYERS if made.capabilities.in_arena else USUAL_LAYERS
@@ -213,7 +215,7 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: Loaded[Any], registry: R
 def _option_values(
     spec: PluginSpec, options: BaseModel | None, path: KeyPath, source_of: Callable[[KeyPath], str | None]
 ) -> Iterator[Value]:
-    """Yield the options of a plug-in; as they are given if they are not valid."""
+    """Yield the validated options of a plug-in, or the options as given if `options` is None."""
     given = (((key,), value) for key, value in spec.options.items())
     for key, value in given if options is None else flatten(options):
         yield format_value((*path, *key), value, source_of(key) if key[0] in spec.options else None)
@@ -270,7 +272,7 @@ def _loosen_sections(properties: dict[str, Any], definitions: dict[str, Any], re
 def _plugins(
     kind: str, spec: type[PluginSpec], registry: Registry, definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """A plug-in: its name, or a mapping with its name and its own options."""
+    """Return the schema of a plug-in: its name, or a mapping with its name and its own options."""
     names = list(registry.available(KINDS[kind]))
     choices = []
     for name in names:
@@ -289,7 +291,7 @@ def _plugins(
 def _plugin(
     kind: str, name: str, spec: type[PluginSpec], registry: Registry, definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """The mapping of one plug-in, with its options beside `name` or under `options`."""
+    """Return the schema of the mapping of one plug-in, with its options beside `name` or under `options`."""
     own = None
     with contextlib.suppress(Exception, SystemExit):  # a third-party module may raise anything
         model = options_type(kind, registry.load(KINDS[kind], name))

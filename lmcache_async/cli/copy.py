@@ -27,7 +27,7 @@ def copy_command(
         ),
     ],
     destination: Annotated[
-        str, Argument(metavar="DST", help="As SRC. A directory is created if it does not exist.")
+        str, Argument(metavar="DST", help="Destination, given like SRC. A missing directory is created.")
     ],
     config: shared.Config = None,
     rank: shared.Rank = None,
@@ -42,7 +42,7 @@ def copy_command(
     """Copy records from one directory or tier to another, each verified on the way.
 
     Records that DST has are skipped. The most recently used records are copied first. After an interruption the
-    same command copies the rest. Exits with 1 if a record was refused, because it is damaged or DST has no room.
+    same command copies the rest. Exits with 1 if a record was refused, for example because it is damaged or DST is full.
     """
     stores = Stores(config, rank, in_flight, max_record_bytes)
 
@@ -70,7 +70,7 @@ def copy_command(
 
 
 def _place(text: str, config: Path | None) -> tuple[Path | None, str | None]:
-    """Return an argument as a directory or a tier: JSON or, with `--config`, a name without a slash."""
+    """Return (directory, None) or (None, tier). A tier is JSON or, with `--config`, a name without a slash."""
     is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
     return (None, text) if is_tier else (Path(text), None)
 

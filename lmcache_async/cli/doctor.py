@@ -36,7 +36,7 @@ def doctor_command(
     config: Annotated[
         Path | None,
         Option(
-            help="Config file of the engine; by default the one that the environment names.", dir_okay=False
+            help="Config file of the engine; by default the file that the environment names.", dir_okay=False
         ),
     ] = None,
     speed: Annotated[
@@ -54,7 +54,7 @@ def doctor_command(
         sample_bytes = parse_size(sample) if speed else None
     except ValueError as error:
         refuse(f"--sample is {sample!r}: {error}")
-    logging.getLogger("lmcache_async").addHandler(logging.NullHandler())  # the checks report it
+    logging.getLogger("lmcache_async").addHandler(logging.NullHandler())  # the checks report the errors
     checks: list[Check] = []
     hung = False
     for name, seconds, work in groups(config, sample_bytes):
@@ -112,8 +112,8 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
     """Run a group of checks in a thread; return its results and whether it exceeded its deadline.
 
-    Exceptions are results. A thread that exceeds the deadline is abandoned. After Ctrl-C the check may end, so that
-    it removes what it has written; another Ctrl-C ends the wait.
+    An exception becomes a failed check. A thread that exceeds the deadline is abandoned. After Ctrl-C, the check is
+    awaited once more, so that it can remove what it has written; a second Ctrl-C ends this wait.
     """
     future = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-check").submit(lambda: list(work()))
     try:
@@ -133,11 +133,11 @@ def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> t
 
 
 def _check_config(file: Path | None, registry: Registry, read: list[EngineConfig]) -> list[Check]:
-    """Check the configuration; append it to `read` if it is valid."""
+    """Check the configuration. Append it to `read` unless a key or value is invalid; options of plug-ins may be."""
     todo = "see docs/config.md, or lmcache-async tiers for the options of each tier"
     loaded = survey_config(file)
     wrong = [fail("config", line, todo) for line in all_problems(loaded, registry)]
-    if not loaded.problems:  # and no plug-in blocks
+    if not loaded.problems:  # not reached if the import of a plug-in blocks
         read.append(loaded.config)
     source = file or next(iter(loaded.origin.places.values()), "all defaults").partition(", line ")[0]
     return wrong or [ok("config", f"valid ({source})")]

@@ -1,4 +1,4 @@
-"""Entry point of the command `lmcache-async`. Its packages are an extra; a missing one is named."""
+"""Entry point of `lmcache-async`. The packages of the command are an extra; the error for a missing one names it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open the null device for each standard stream that is closed.
 
-    Otherwise a file or a socket gets its descriptor: uvloop aborts, and output of libraries ends up there.
+    Otherwise a file or socket opened later gets the descriptor: uvloop aborts, and libraries print to that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

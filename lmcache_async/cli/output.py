@@ -21,7 +21,7 @@ JSONFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 
 
 def plain(text: object) -> str:
-    """Replace unprintable characters. Names come from others and may contain terminal escape sequences."""
+    """Replace unprintable characters. Names are untrusted and may contain terminal escape sequences."""
     return "".join(letter if letter.isprintable() else "�" for letter in str(text))
 
 
@@ -54,9 +54,9 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, int, int, int], None]]:
-    """Yield a function that shows the progress of items: their kind, number done, number of all, and bytes.
+    """Yield a function that shows the progress of items: their kind, number done, total number, and bytes.
 
-    The progress bar is on stderr and cleared at the end. Without a terminal there is none.
+    The progress bar is on stderr and cleared at the end. Nothing is shown if stderr is not a terminal.
     """
     console = Console(stderr=True)
     columns = (
@@ -89,7 +89,7 @@ def human(nbytes: float) -> str:
 
 
 def number(count: int, noun: str) -> str:
-    """`1 record`, `2 records`."""
+    """Format a count with its noun, such as `1 record` or `2 records`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

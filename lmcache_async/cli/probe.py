@@ -26,7 +26,7 @@ SLOW_S = 0.1
 
 
 def probe_timeout_s(spec: TierSpec) -> float:
-    """Return the time by which all calls of a probe have ended, unless one of them blocks."""
+    """Return the maximum duration of a probe in seconds, provided that no call blocks the thread."""
     return spec.open_timeout_s + (LOOKUPS + 6) * spec.timeout_s + 5.0
 
 
@@ -98,7 +98,7 @@ async def _check_record(tier: TierHandle, arena: Arena, timeout_s: float) -> Che
                         check = ok("record", f"put in {stored}, read back in {_ms(begin)}")
         except (TierError, BudgetExceededError) as failure:
             check = _failed(step, failure)
-    # The record is removed after a failed put too, which may have stored it.
+    # Also after a failed put, which may have stored the record.
     passed = check.outcome is Outcome.OK
     if not tier.capabilities.removes:
         rest = "stays" if passed else "may stay"

@@ -32,7 +32,7 @@ from lmcache_async.maintenance.stores import MAX_RECORD_BYTES
 ReportT = TypeVar("ReportT")
 
 LISTED = 20
-"""Records that are listed with their cause, without `--json`."""
+"""Maximum number of records that the text output lists with their cause."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -73,7 +73,9 @@ Namespaces = Annotated[
 Concurrency = Annotated[int, Option(min=1, max=64, help="Number of concurrent records.")]
 RecordSize = Annotated[
     int,
-    size_option("Memory for a record that is read as a whole.", show_default=format_size(MAX_RECORD_BYTES)),
+    size_option(
+        "Memory for each record that is read as a whole.", show_default=format_size(MAX_RECORD_BYTES)
+    ),
 ]
 Rate = Annotated[int | None, size_option("Maximum bytes per second, such as 100MB.")]
 MaxCopied = Annotated[int | None, size_option("Maximum bytes to copy.")]

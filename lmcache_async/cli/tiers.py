@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One plug-in; `problem` says why it cannot be used here, `details` are its capabilities."""
+    """One plug-in. `problem` is the reason if it cannot be used here; `details` are properties such as capabilities."""
 
     kind: str
     name: str
@@ -75,7 +75,7 @@ def tiers_command(
     ] = None,
     as_json: JSONFlag = False,
 ) -> None:
-    """List the installed tiers, layers and stages, and why one cannot be used."""
+    """List the installed tiers, layers and stages, with the reason if one cannot be used."""
     registry = Registry()
     entries = [
         examine(kind, plugin, registry)
@@ -141,7 +141,7 @@ def _tier_details(target: type[Tier], model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _sample(info: FieldInfo) -> Any:
-    """An example of a required option, or a value of its type."""
+    """Return an example of a required option, or a value of its type; None for other types."""
     if info.examples:
         return info.examples[0]
     kind: Any = get_origin(info.annotation) or info.annotation
@@ -234,7 +234,7 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def shown(value: Any, name: str = "") -> str | None:
-    """Format a value as it is written in a file; a secret as `***`, no default as None."""
+    """Format a value as it is written in a file, and a secret as `***`. Return None for a missing default."""
     if value is PydanticUndefined:
         return None
     if isinstance(value, SecretStr):
@@ -257,7 +257,7 @@ def _kind(schema: dict[str, Any], definitions: dict[str, Any], name: str) -> str
         return " | ".join(str(one) for one in schema.get("enum", [schema.get("const")]))
     if choices := schema.get("anyOf"):
         kinds = [_kind(choice, definitions, name) for choice in choices]
-        if "true or false" in kinds:  # without its further spellings
+        if "true or false" in kinds:  # omit the text spellings of a flag
             words = [kind for kind in kinds if kind not in {"text", "true or false"} and "yes" not in kind]
             return " | ".join([*words, "true or false"])
         numbers = [kind for kind in kinds if kind in {"whole number", "number", "size"}]

@@ -75,8 +75,8 @@ class StatusClient:
         """Return the current status.
 
         Raises:
-            TierUnavailableError: There is no answer for now.
-            ConfigError: The address or the token is wrong.
+            TierUnavailableError: The server does not answer, or answers with a 5xx status.
+            ConfigError: The token is wrong, or the address is not that of a status page.
         """
 
         async def get() -> tuple[int, Any]:
@@ -122,8 +122,8 @@ def top_command(
 ) -> None:
     """Show hits by tier, transfer rates, queues, leases, breakers and recent requests, until Ctrl-C.
 
-    Exits with 1 if there is no answer to the first request, with 2 if the endpoint rejects the request or an
-    option is invalid. docs/status.md describes how to enable the endpoint.
+    Exits with 1 if the endpoint does not answer the first request (with --json any request), with 2 if it rejects
+    the request or an option is invalid. docs/status.md describes how to enable the endpoint.
     """
     console = Console(highlight=False)
     try:
@@ -156,7 +156,7 @@ def _drawn(
 
 
 def watch(client: StatusClient, status: dict[str, Any], console: Console, pause: Callable[[], None]) -> None:
-    """Show the status until interrupted, also if the endpoint does not answer for a while."""
+    """Show the status until interrupted. While the endpoint does not answer, the last status is shown with a notice."""
     with Live(
         _drawn(client, status, console.width), console=console, screen=True, auto_refresh=False
     ) as live:

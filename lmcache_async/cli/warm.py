@@ -112,7 +112,7 @@ def warm_command(
 
 
 def _choose(tiers: list[str], source: str | None, to: list[str]) -> tuple[str, list[str]]:
-    """Return the source and the destinations among the reachable tiers, given fastest first."""
+    """Return the source and the destinations. `tiers` are the reachable ones, fastest first."""
     for name in (*([source] if source is not None else []), *to):
         if name not in tiers:
             raise ConfigError(
