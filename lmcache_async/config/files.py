@@ -19,7 +19,7 @@ _MAX_NODES = 20_000
 
 
 def read_bounded(path: Path, max_bytes: int) -> tuple[bytes, int]:
-    """Read a regular file without waiting; return its content and its mode. `strerror` of an OSError has the reason."""
+    """Return content and mode of a regular file, without blocking. An OSError has the reason in `strerror`."""
     try:
         # Opening a FIFO would block without O_NONBLOCK.
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -59,7 +59,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: Path, key_file: Path | 
 
 
 class YAMLTextError(Exception):
-    """The text is not YAML, or exceeds a limit; with the line of the error, if it has one."""
+    """The text is not YAML, or exceeds a limit. `line` is the line of the error, or None if it is not known."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -107,11 +107,11 @@ class YAMLLines:
         """Add the keys of a node with its aliases expanded."""
         self._nodes += 1
         if self._nodes > _MAX_NODES:
-            raise YAMLTextError(f"it expands to more than {_MAX_NODES} values", key_line)
+            raise YAMLTextError(f"the text expands to more than {_MAX_NODES} values", key_line)
         if node in self._above:
             raise YAMLTextError("an alias contains itself", key_line)
         if len(self._above) > _MAX_DEPTH:  # aliases can add depth
-            raise YAMLTextError("it is nested too deep", key_line)
+            raise YAMLTextError("the text is nested too deeply", key_line)
         self._above.append(node)
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
@@ -137,9 +137,9 @@ class _BoundedLoader(yaml.SafeLoader):
         self._nodes += 1
         self._depth += 1
         if self._nodes > _MAX_NODES:
-            raise YAMLTextError(f"it has more than {_MAX_NODES} values", line)
+            raise YAMLTextError(f"the text has more than {_MAX_NODES} values", line)
         if self._depth > _MAX_DEPTH:
-            raise YAMLTextError("it is nested too deep", line)
+            raise YAMLTextError("the text is nested too deeply", line)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node

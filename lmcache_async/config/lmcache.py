@@ -37,7 +37,7 @@ _parse_milliseconds = number_parser(
 
 
 def _gibibytes(value: object) -> int:
-    """Parse a number of LMCache's GB, which are GiB."""
+    """Parse a number of GB, which are GiB in LMCache, to bytes."""
     return int(_parse_gibibytes(value) * 1024**3)
 
 
@@ -60,7 +60,7 @@ SUPPORTED: dict[str, tuple[str, Callable[[object], Any] | None]] = {
     "max_local_disk_size": ("tiers", None),
     "remote_url": ("tiers", None),
 }
-"""Our key for a setting of LMCache, and its conversion; None for settings that make up the tiers."""
+"""Key here for each setting of LMCache, and the parser of its value; None for settings that `_tiers` converts together."""
 
 ALIASES = {
     "enable_xpyd": "enable_pd",
@@ -78,7 +78,7 @@ ALIASES = {
     "peer_lookup_ports": "p2p_lookup_ports",
     "blend_recompute_ratio": "blend_recompute_ratios",
 }
-"""Older names of settings that LMCache still accepts, and the names of today."""
+"""Older names of settings that LMCache still accepts, and their current names."""
 
 REMOTE_TIERS = {
     "redis": "valkey",
@@ -103,7 +103,7 @@ DEFAULTS = {
     "track_usage": "false",
     "use_experimental": "true",
 }
-"""Values of unsupported settings that match the behaviour here. For other settings: off, 0, none or empty."""
+"""Values of unsupported settings that match the behaviour here. Settings not listed match if off, 0, none or empty."""
 
 _HIDDEN = "this version stores KV only, no hidden states"
 _PROCESS = "use the tier host with lmcache-async serve, see docs/tiers/host.md"
@@ -210,7 +210,7 @@ WHY_NOT_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDD
 
 
 def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
-    """Whether a file is LMCache's: it has more keys that are LMCache's only than keys that are ours only."""
+    """Return whether a file is in LMCache's format: more of its keys exist only in LMCache than only here."""
     ours = sum(key in EngineConfig.model_fields and key not in SUPPORTED for key in content)
     theirs = sum(
         key not in EngineConfig.model_fields
@@ -227,7 +227,7 @@ def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> 
 
 
 def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
-    """Return the settings of the `LMCACHE_*` variables without those of ours. Empty variables are ignored."""
+    """Return the settings of the `LMCACHE_*` variables, except `LMCACHE_ASYNC_*`. Empty variables are ignored."""
     found: list[Setting] = []
     for name in sorted(env):
         key = name.removeprefix(VARIABLE_PREFIX).lower()

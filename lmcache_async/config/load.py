@@ -75,9 +75,10 @@ def load_config(
 def survey_config(
     path: Path | None, env: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """Load the configuration with its origins and its mistakes; arguments as in `load_config`.
+    """Load the configuration with the origins of its values and its mistakes; arguments as in `load_config`.
 
-    The configuration has the valid values and tiers. It is empty if the file cannot be read.
+    Invalid values have their defaults, and invalid tiers are left out. If the file cannot be read, the configuration
+    has the defaults and no tiers.
     """
     env = os.environ if env is None else env
     ours, theirs = split_extra(extra or {})
@@ -120,7 +121,7 @@ def survey_config(
 
 
 def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) -> tuple[Path | None, str]:
-    """The file to read, and the option or variable that names it."""
+    """Return the file to read, or None, and the option or variable that names it."""
     if path is not None:
         return path, ""
     if from_extra is not None:

@@ -161,9 +161,10 @@ class EncryptionConfig(Section):
     """Encryption of records in tiers outside of the process's memory."""
 
     key_file: OptionalPath = None
-    """File of the keys, one per line, 32 bytes each in hex or base64. The first encrypts, all decrypt."""
+    """File of the keys, one per line, each 32 bytes in hex or base64. Records are encrypted with the first key and
+    decrypted with any of them."""
     keys: SecretText = None
-    """The keys themselves, separated by spaces or commas; only as the variable LMCACHE_ASYNC_ENCRYPTION__KEYS."""
+    """The same keys, separated by spaces or commas; accepted only from the variable LMCACHE_ASYNC_ENCRYPTION__KEYS."""
 
     @property
     def enabled(self) -> bool:
@@ -184,7 +185,7 @@ class EncryptionConfig(Section):
 
 
 class ArenaConfig(Section):
-    """Host memory for records in memory and in flight."""
+    """Host memory for records kept in memory and records in flight."""
 
     max_bytes: Size = 4 * GIB
     """Host memory of the arena in each worker process, in bytes (8GiB, 500MB)."""
@@ -198,7 +199,7 @@ class GPUConfig(Section):
     """Copies between a GPU and host memory."""
 
     staging_bytes: Size = 128 * MIB
-    """Device memory for copies, in bytes, for stores and loads each."""
+    """Device memory for the staging of copies in bytes, separately for stores and for loads."""
     store_priority: Literal["low", "high"] = "low"
     """Priority of the CUDA streams of stores; high runs their kernels before waiting kernels
     of the model."""
@@ -212,9 +213,9 @@ class ChainConfig(Section):
     stages: Names
     """Names of the stages of the chain, in order."""
     batch_bytes: Size = 32 * MIB
-    """Bytes of one batch; at most a quarter of the arena is used."""
+    """Size of one batch in bytes; limited to a quarter of the arena."""
     max_in_flight_bytes: Size = 256 * MIB
-    """Bytes of all batches in the chain at one time; more wait."""
+    """Maximum bytes of all batches in the chain at the same time; further batches wait."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -265,7 +266,7 @@ class RetrieveConfig(ChainConfig):
 
     @property
     def allocate_timeout_s(self) -> float:
-        """Longest wait of a chunk for arena memory in seconds. Chunks before it that got memory are loaded afterwards."""
+        """Longest wait of a chunk for arena memory, in seconds. The rest of timeout_s is left to load the chunks before it."""
         return self.timeout_s / 2
 
 
@@ -345,14 +346,14 @@ class VLLMConfig(Section):
     """Largest fraction of the arena that lookups may pin, and of vLLM's blocks that stores may hold until
     they are copied; above 0 and at most 1."""
     layerwise_load: Literal["auto", "always", "never"] = "auto"
-    """Whether the model's thread awaits loads from host memory: layer by layer in the step that uses them, or,
-    with several KV groups, in a step that computes nothing. auto does so if the model runs on a CPU."""
+    """Whether the model's thread waits for loads from host memory. With one KV group it waits layer by layer in
+    the step that uses them, with several in a step that computes nothing. auto: only if the model is on a CPU."""
     layerwise_max_tokens: Count = 16384
-    """Longest hit whose load the model's thread awaits, in tokens; longer ones are loaded before the request
-    joins a batch, beside other steps."""
+    """Longest hit in tokens that the model's thread waits for. Longer hits are loaded while other steps run, before
+    the request joins a batch."""
     load_policy: Literal["auto", "always"] = "auto"
-    """auto loads the part of a hit that is loaded faster than computed, by measured times; always loads
-    all."""
+    """auto loads only the part of a hit that loads faster than it is computed, by measured times; always loads
+    the whole hit."""
     prefill_tokens_per_s: OptionalRate = None
     """Prefill speed in tokens per second for load_policy; none to measure it."""
     wait_for_producer_s: Wait = 2.0
@@ -379,7 +380,7 @@ class VLLMConfig(Section):
 class EngineConfig(Section):
     """Configuration of a cache engine, made by `load_config`. The defaults are a working configuration.
 
-    The docstring of its class describes each section.
+    Each section is described by the docstring of its class.
     """
 
     chunk_size: Annotated[Count, Field(le=MAX_CHUNK_SIZE)] = 256
@@ -387,9 +388,9 @@ class EngineConfig(Section):
     hash_algorithm: Literal["xxh3_128", "blake3", "sha256"] = "xxh3_128"
     """Hash of the chunk keys; blake3 or sha256 if tenants may be hostile."""
     hash_key_file: OptionalPath = None
-    """File of a secret of 32 bytes, in hex or base64, as the key of the hash (blake3 or sha256)."""
+    """File with the secret key of the hash, 32 bytes in hex or base64; requires blake3 or sha256."""
     hash_key: SecretText = None
-    """The secret itself; only as the variable LMCACHE_ASYNC_HASH_KEY."""
+    """The same key; accepted only from the variable LMCACHE_ASYNC_HASH_KEY."""
     weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = "sampled"
     """Fingerprint of the model's weights: sampled, full (reads every byte) or text:<your own>."""
     copy_threads: Annotated[Count, Field(le=MAX_THREADS)] = 2
@@ -432,7 +433,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _agrees(self, info: ValidationInfo) -> Self:
         for contradiction in self._contradictions():
-            if info.context is None:  # otherwise it is a list that `validate_all` reads
+            if info.context is None:  # otherwise `validate_all` passed a list to collect them
                 raise contradiction
             info.context.append(contradiction)
         return self

@@ -65,7 +65,7 @@ class Setting:
 def mapping_settings(
     content: Mapping[Any, Any], place_of: Callable[[KeyPath], str], rank: Rank, problems: list[str]
 ) -> Iterator[Setting]:
-    """Yield the settings of a nested mapping, in which dotted keys are keys of sections; also those of unknown keys.
+    """Yield the settings of a nested mapping, including those of unknown keys. Dotted keys are keys of sections.
 
     Keys that are set twice or cannot be used are added to `problems`.
     """
@@ -105,7 +105,7 @@ def variable_settings(env: Mapping[str, str], problems: list[str]) -> Iterator[S
 
 
 def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator[Setting]:
-    """Yield the settings without secrets that are not in a variable, where others may read them."""
+    """Yield the settings, except secrets that others may read: those not set by a variable. They become `problems`."""
     for setting in settings:
         file = SECRET_PATHS.get(setting.path)
         if file is None or unless_none(setting.value) is None or setting.rank is Rank.VARIABLE:
@@ -118,7 +118,10 @@ def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator
 
 
 def merge(settings: Iterable[Setting], file: Origin) -> tuple[dict[str, Any], Origin]:
-    """Merge settings by precedence; of equal precedence the later one wins. Keys inside values are placed in `file`."""
+    """Merge settings by precedence; of equal precedence the later one wins. Return the content and its origin.
+
+    The lines of keys inside values, such as those of tiers, are taken from `file`.
+    """
     content: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
     for setting in sorted(settings, key=lambda setting: setting.rank):
@@ -131,7 +134,7 @@ def merge(settings: Iterable[Setting], file: Origin) -> tuple[dict[str, Any], Or
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes set the variable for a service whose name begins like our prefix."""
+    """Return whether Kubernetes set the variable, for a service whose name begins like the prefix."""
     return bool(_SERVICE_LINKS.search(name)) or (name.endswith("PORT") and "://" in value)
 
 

@@ -1,4 +1,4 @@
-"""Validation that finds every mistake, with messages that name place, key, value and the nearest right name."""
+"""Validation that finds every mistake, with messages that contain place, key, value and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ EXPECTED = {
 class Origin:
     """Places of the keys of a configuration, or of the part of it to which the keys are relative.
 
-    A place is a file with a line, a variable, an option or `kv_connector_extra_config`; it is that of keys below it too.
+    A place is a file with a line, a variable, an option or `kv_connector_extra_config`. Keys below a key have its place,
+    unless they have their own.
     """
 
     name: str  # place of keys without their own
@@ -100,7 +101,7 @@ class Loaded(Generic[ModelT]):
     problems: tuple[str, ...] = ()  # a line for each mistake
 
     def valid(self) -> Self:
-        """Return the configuration without problems."""
+        """Return self, or raise ConfigError with all problems if there are any."""
         if self.problems:
             raise ConfigError("\n".join(self.problems))
         return self
@@ -140,7 +141,7 @@ def nearest(text: str, choices: Iterable[str]) -> str | None:
 
 
 def hint(choice: str | None, place: str = "") -> str:
-    """Return the end of a message that names the nearest right name, as a variable if `place` is one."""
+    """Return the end of a message, which suggests `choice`, as a variable if `place` is one; "" without a choice."""
     prefix = _VARIABLE.match(place)
     if choice and prefix:
         choice = prefix[0] + choice.upper().replace(".", "__")
@@ -182,16 +183,16 @@ def show(value: object, key: str = "") -> str:
 
 
 def disagree(message: str, *keys: str) -> PydanticCustomError:
-    """Return an error for values that are valid alone and invalid together: the contradiction and what to do.
+    """Return an error for values that are valid alone and invalid together. `message` says why, and what to do.
 
-    `keys`, in dotted form, take part in it. The message is placed at the first one that is set. If one of them is invalid
-    by itself, only that mistake is reported.
+    `keys` are the keys of these values, in dotted form. The error is reported at the first key that is set. If a key
+    is invalid by itself, only that mistake is reported.
     """
     return PydanticCustomError("disagree", "{message}", {"message": message, "keys": keys})
 
 
 def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list[ErrorDetails]]:
-    """Return the model made of the valid values of the content, if it can be, and every mistake.
+    """Return a model of the valid values of the content, or None if there can be none, and every mistake.
 
     pydantic runs validators of several values only if each value is valid. Therefore invalid values are removed
     and the rest is validated again, until no mistake is left. A later mistake is ignored if it may result from a
@@ -234,7 +235,7 @@ def validate_options(
         config_type: Type of the options.
         options: The configured options.
         where: Their place; an Origin has the line of each option.
-        beside: Keys of the plug-in besides its options, for the nearest right name.
+        beside: Keys of the plug-in other than its options; messages may suggest them.
 
     Raises:
         ConfigError: An option is unknown, invalid or missing; one line for each.
@@ -260,7 +261,8 @@ def explain(
 ) -> str:
     """Return the message of one of pydantic's errors.
 
-    An unknown key has the `advice` for its first part, or the nearest of `keys`, which are in dotted form.
+    For an unknown key it contains the `advice` for the first part of the key, or else the nearest of `keys`, which are
+    in dotted form.
     """
     kind, context, paths = details["type"], details.get("ctx", {}), _paths(details)
     path = next(filter(origin.places.__contains__, paths), paths[0])
@@ -311,7 +313,7 @@ def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
 
 
 def _place(details: ErrorDetails, content: Any, left_out: set[KeyPath]) -> KeyPath:
-    """The key to remove because of an error: one that takes part, or the section around it if that had no effect."""
+    """Return the key to remove because of an error: one of its keys, or a section around them if they were removed before."""
     paths = _paths(details)
     there = [path for path in paths if _find(content, path)[1]]
     place = next((path for path in there if path not in left_out), (there or paths)[0])
@@ -338,7 +340,7 @@ def _find(content: Any, path: KeyPath) -> tuple[Any, bool]:
 
 
 def _remove(content: Any, path: KeyPath) -> bool:
-    """Remove the innermost existing value on the path, in place. Return False if that is all of the content."""
+    """Remove the innermost existing value on the path, in place. Return False if that is the whole content."""
     while path and not _find(content, path)[1]:
         path = path[:-1]
     if not path:

@@ -24,7 +24,7 @@ from lmcache_async.config.files import YAMLTextError, read_yaml
 
 MAX_COUNT = 10**18 - 1
 MAX_SECONDS = 1e9
-"""About 31 years. The maximum wait of a thread is about ten times longer."""
+"""About 31 years, a ninth of the longest wait of a thread (`threading.TIMEOUT_MAX`)."""
 
 MAX_RATE = 1e12
 
@@ -297,7 +297,7 @@ _NamesInput = (
 
 
 def _by(parse: Callable[[object], Any], form: Any) -> BeforeValidator:
-    """Parse a value; `form` is its type in JSON schemas."""
+    """Return a validator that parses a value; `form` is the type of its input in JSON schemas."""
     return BeforeValidator(parse, json_schema_input_type=form)
 
 
