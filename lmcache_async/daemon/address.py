@@ -35,9 +35,9 @@ def socket_advice() -> str:
 
 
 def check_directory(socket_path: Path, *, make: bool) -> None:
-    """Check that only this user can write to the directory of the default socket.
+    """Check the length of the path, and that only this user can write to the directory of the default socket.
 
-    Other directories are not checked. With `make`, a missing one is created with mode 0700.
+    The owner and mode of other directories are not checked. With `make`, a missing directory is created with mode 0700.
     """
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_directory(socket_path: Path, *, make: bool) -> None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"socket: cannot make {directory}: {error.strerror}; {socket_advice()}"
+                f"socket: cannot create {directory}: {error.strerror}; {socket_advice()}"
             ) from error
     if socket_path == default_socket() and directory.exists() and not _is_own_directory(directory):
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_directory(socket_path: Path, *, make: bool) -> None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end; process 0 is in another PID namespace."""
+    """Return the process id and user id of the other end. The process id is 0 if it is in another PID namespace."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return process, user
 

@@ -8,7 +8,7 @@ from lmcache_async.memory.buffer import PAGE
 
 
 class RangeAllocator:
-    """Ranges of whole pages, best fit. Adjacent unused ranges are one.
+    """Best-fit allocator of ranges of whole pages. Adjacent unused ranges are merged.
 
     Args:
         nbytes: Size of the memory; bytes beyond the last whole page are not used.
@@ -31,7 +31,7 @@ class RangeAllocator:
         return len(self._by_length)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a range of `nbytes`, in whole pages; None if no unused range is that long."""
+        """Take a range of `nbytes`, a multiple of the page size. Return its offset; None if no unused range is that long."""
         index = bisect_left(self._by_length, (nbytes, 0))
         if index == len(self._by_length):
             return None
@@ -42,7 +42,7 @@ class RangeAllocator:
         return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """Return a range."""
+        """Return a range to the unused ones."""
         end = start + nbytes
         if end in self._lengths:
             end += self._remove(end)
@@ -52,7 +52,7 @@ class RangeAllocator:
         self._add(start, end - start)
 
     def unused_around(self, start: int, end: int) -> tuple[int, int]:
-        """Extend a range by the unused ranges next to it."""
+        """Return the range extended by the unused ranges next to it."""
         return self._starts.get(start, start), end + self._lengths.get(end, 0)
 
     def _add(self, start: int, length: int) -> None:

@@ -42,11 +42,13 @@ logger = logging.getLogger(__name__)
 MIN_BYTES = 1 << 20
 _NO_EFFECT = {"segment_bytes": "records of all sizes share the memory of the pool"}
 """Options of earlier versions without effect, and the reason."""
-_HOW_TO_GIVE_A_SIZE = "give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"
+_HOW_TO_GIVE_A_SIZE = "pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file"
 
 
 def _parse_share(value: object) -> int:
-    return 0 if value in (0, "0") and value is not False else parse_size(value)  # no set: a list has no hash
+    return (
+        0 if value in (0, "0") and value is not False else parse_size(value)
+    )  # a tuple, because `in` a set raises for a list
 
 
 Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=SizeInput | Literal[0, "0"])]
@@ -82,7 +84,8 @@ class DaemonConfig(Section):
         segment_bytes: Without effect; accepted, with a warning, in configurations of earlier versions.
         huge_pages: Request huge pages, if the kernel has them for shared memory.
         prefault: Touch all pages in the background after the start.
-        allow_uids: Other users whose processes may connect. The socket's mode is then 0666; the daemon checks users.
+        allow_uids: Other users whose processes may connect. The mode of the socket is then 0666, and the
+            daemon checks the user of each connection.
         max_clients: Maximum number of connections; each rank of each engine has one.
         max_client_bytes: Maximum bytes of leases and reservations of one client; a quarter of the pool by default.
         greeting_timeout_s: Maximum time for a new client to send its greeting, in seconds.
@@ -136,7 +139,7 @@ def load_daemon_config(file: Path | None, given: Mapping[str, Any]) -> DaemonCon
 
 
 def survey_daemon_config(file: Path | None, given: Mapping[str, Any]) -> Loaded[DaemonConfig]:
-    """Load the configuration with its origins and its mistakes; arguments as in `load_daemon_config`."""
+    """Load the configuration with the origins of its values and its mistakes; arguments as in `load_daemon_config`."""
     problems: list[str] = []
     try:
         content, origin = read_file(file, problems) if file is not None else ({}, Origin("options"))

@@ -111,7 +111,10 @@ class Figures(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A lease of a record's memory by its number on this connection; with number 0 a refusal, as the offset."""
+    """A lease of a record's memory. `lease` is its number on this connection.
+
+    With number 0 no lease was granted, and `offset` is the `Refusal`.
+    """
 
     lease: int
     offset: int
@@ -196,7 +199,7 @@ def pack(form: struct.Struct, items: Iterable[Sequence[Any]]) -> bytes:
 
 
 def unpack(form: struct.Struct, body: bytes, count: int | None = None) -> Iterator[tuple[Any, ...]]:
-    """Decode a body of `count` items; of at most `MAX_ITEMS` if that is None."""
+    """Decode a body of `count` items; if that is None, of any number up to `MAX_ITEMS`."""
     if count is not None and len(body) != count * form.size:
         raise ProtocolError(f"a body for {count} items has {len(body)} bytes, expected {count * form.size}")
     if len(body) % form.size or len(body) > MAX_ITEMS * form.size:

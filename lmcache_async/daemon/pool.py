@@ -16,7 +16,7 @@ from lmcache_async.types import ChunkKey
 MAX_TENANTS = 1024
 """If there are this many tenants, those without memory are removed before another one is added."""
 MAX_TRIES = 64
-"""Records whose neighbours are examined for one reservation. The pool is full for it if none of them suffices."""
+"""Maximum number of records whose neighbours are examined for one reservation. If none suffices, it is refused."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class TenantStatistics:
 class PoolStatistics:
     """Statistics of a pool, as the series `pool_*` describe them.
 
-    Tenants that hold nothing and have no quota of their own are left out.
+    Tenants without memory, evictions and a quota of their own are left out.
     """
 
     max_bytes: int
@@ -70,8 +70,8 @@ class Tenant:
 class Block:
     """Memory of one record, and its leases.
 
-    It begins as a reservation, with one lease, that of its writer. Readers find it from its commit until it is
-    removed. The rest of its last page belongs to it too.
+    A block begins as a reservation with one lease, the writer's. Readers find it from its commit until its
+    removal. It occupies whole pages.
     """
 
     owner: Tenant
@@ -82,7 +82,7 @@ class Block:
     leases: int = 1
     reserved: bool = True
     committed: bool = False
-    used: int = 0  # on the pool's own clock
+    used: int = 0  # last use, as a count of the uses in the pool
 
     @property
     def held_bytes(self) -> int:
@@ -154,7 +154,7 @@ class Pool:
     def reserve(self, tenant: str, key: ChunkKey, nbytes: int) -> Block | None:
         """Reserve memory for a record; None if the pool is full. Ends with `commit` or `release`.
 
-        The chunks that it continues are not evicted for it.
+        The chunks before this chunk in its prompt are not evicted for it.
         """
         if nbytes < 1:
             raise ValueError(f"a record has at least 1 byte, not {nbytes}")
@@ -220,7 +220,7 @@ class Pool:
         return True
 
     def keys(self, tenant: str) -> list[ChunkKey]:
-        """Return the keys of all records, in no order."""
+        """Return the keys of all records of the tenant, in no particular order."""
         return list(self._tenant(tenant).records)
 
     def clear(self, tenant: str) -> int:
@@ -262,7 +262,7 @@ class Pool:
         return tenant
 
     def _take(self, owner: Tenant, key: ChunkKey, wanted: int) -> int | None:
-        """Allocate memory and evict records for it if necessary."""
+        """Return the offset of `wanted` bytes, for which records are evicted if necessary; None if the pool is full."""
         if wanted > owner.figures.max_bytes:
             return None
         has_quota = owner.figures.max_bytes < self._allocator.nbytes
@@ -311,13 +311,15 @@ class Pool:
             if not self._may_take(owner, block, {}):
                 return False
             tries -= 1
-            return tries < 0 or bool(self._around(owner, block, wanted, kept))  # below 0 it ends the search
+            return tries < 0 or bool(
+                self._around(owner, block, wanted, kept)
+            )  # a negative number ends the search
 
         oldest: list[Block] = []
         for tenant in self._tenants.values():
             spare_bytes = tenant.figures.bytes - tenant.reserved_bytes
             if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
-                continue  # not even its smallest record, so its records need no scan
+                continue  # even its smallest record cannot be evicted, so no scan is needed
             found = tenant.policy.oldest(_among(tenant, evictable))
             if tries < 0:
                 break
@@ -330,7 +332,7 @@ class Pool:
     def _around(
         self, owner: Tenant, block: Block, wanted: int, kept: Callable[[], set[ChunkKey]]
     ) -> Sequence[Block]:
-        """Return the record and the neighbours to evict with it so that `wanted` bytes are unused; () if none do.
+        """Return the record and the neighbours to evict to get `wanted` contiguous bytes; () if that is impossible.
 
         Of two neighbours, the less recently used one is chosen.
         """
@@ -355,7 +357,7 @@ class Pool:
             block = min(beside, key=lambda block: block.used)
 
     def _may_take(self, owner: Tenant, block: Block, taken: Mapping[str, int]) -> bool:
-        """Whether the record can be evicted for a record of `owner`, with `taken` bytes of each tenant."""
+        """Return whether the record can be evicted for one of `owner`, if `taken` bytes of each tenant are evicted too."""
         if not _is_unused(block):
             return False
         other = block.owner
@@ -364,7 +366,7 @@ class Pool:
 
 
 def _forget(owner: Tenant, key: ChunkKey) -> None:
-    """Remove a key from the eviction order, but keep its position in its prompt: other chunks continue it."""
+    """Remove a key from the eviction order, but remember its predecessor, because other chunks may continue it."""
     before = owner.policy.before(key)
     if owner.policy.discard(key) and before is not None:
         owner.policy.touch([before, key])

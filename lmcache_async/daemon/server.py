@@ -91,7 +91,7 @@ class Daemon:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Unlike loop.sock_accept it has no result that a cancellation could lose.
+            # Not loop.sock_accept: a cancellation could lose the accepted connection.
             await readable(listener)
             try:
                 connection, _ = listener.accept()
@@ -161,7 +161,7 @@ class Daemon:
     async def _stop(self, accepting: asyncio.Task[None]) -> None:
         accepting.cancel()
         try:
-            # When it has ended, every greeting has begun, and its end closes the connection.
+            # After this wait every greeting task has started, so its cancellation closes its connection.
             await asyncio.wait({accepting})
         finally:
             for greeting in self._greetings:
@@ -180,7 +180,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def shared_memory(nbytes: int, *, huge_pages: bool, prefault: bool) -> Iterator[tuple[int, memoryview]]:
-    """Zeroed memory in an anonymous file, and its descriptor, which is sent to clients.
+    """Provide zeroed memory in an anonymous file, as the descriptor of the file and a view of the memory.
 
     The length of the file is sealed, because access beyond the end of a truncated file kills the process. The
     memory exists as long as a process maps it.
@@ -214,13 +214,13 @@ def shared_memory(nbytes: int, *, huge_pages: bool, prefault: bool) -> Iterator[
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Hold the lock file beside the socket, which is required to listen and to remove a stale socket."""
+    """Hold the lock file beside the socket. Only its holder may remove a stale socket and listen."""
     check_directory(path, make=True)
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise ConfigError(f"socket: cannot make {lock}: {error.strerror}; {socket_advice()}") from error
+        raise ConfigError(f"socket: cannot create {lock}: {error.strerror}; {socket_advice()}") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,7 +235,7 @@ def _held(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
-    """Listen at `path`. A stale socket there is removed first, and the own socket at the end."""
+    """Listen at `path`. A stale socket there is removed before, and the new socket at the end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with listener, contextlib.ExitStack() as undo:
         try:

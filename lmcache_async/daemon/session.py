@@ -22,9 +22,9 @@ logger = LimitedLogger(logging.getLogger(__name__))
 class Session(asyncio.Protocol):
     """Serves one connection. All leases and reservations of the client end with it.
 
-    After a malformed message the client gets no further answers, and the end of the stream. Its leases last
-    until it closes its side of the connection, because it may still be writing to the memory. While a client
-    does not read its answers, no further messages are read from it.
+    After a malformed message the daemon sends no further answers and closes its side of the connection. Leases last
+    until the client closes its side, because it may still be writing to the memory. While a client does not read
+    its answers, no further messages are read from it.
 
     Args:
         pool: The records.
@@ -60,7 +60,7 @@ class Session(asyncio.Protocol):
         }
 
     def watch(self, process: int) -> None:
-        """End the session with that process. Its children may inherit the connection, but not the memory."""
+        """End the session when that process ends. Children may inherit the connection, but not the mapped memory."""
         if not process or self._condemned:  # in another PID namespace, or the session has ended
             return
         try:
@@ -161,7 +161,7 @@ class Session(asyncio.Protocol):
         for key in keys:
             block = self._pool.lease(self.tenant, key)
             grants.append(Grant.refused(Refusal.MISSING) if block is None else self._grant(block))
-        # Used together: the start of the prompt becomes the most recently used.
+        # Touch the keys together, so that the start of the prompt is the most recently used.
         self._pool.contains(self.tenant, keys)
         return messages.pack(messages.GRANT, grants)
 

@@ -40,7 +40,7 @@ def test_a_wrong_option_ends_with_2(invoke):
 def test_a_missing_size_is_refused_with_the_name_of_the_option(invoke, tmp_path):
     file = tmp_path / "host.yaml"
     file.write_text("max_clientz: 3\n")
-    told = "max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file\n"
+    told = "max_bytes is missing: pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file\n"
 
     result = invoke("serve")
     with_file = invoke("serve", "--config", file)

@@ -108,14 +108,14 @@ def wrong_config_and_tier(folder: Path) -> None:
 
 AT_START: list[tuple[Callable[[Path], object], str]] = [
     (long_socket, "socket: /{long} is longer than the 100 bytes that a socket's path may have"),
-    (directory_under_a_file, "socket: cannot make {dir}/key/kv: Not a directory; name a path where user {user} can create files"),
+    (directory_under_a_file, "socket: cannot create {dir}/key/kv: Not a directory; name a path where user {user} can create files"),
     (
         open_directory,
         "socket: {dir}/lmcache-async must be a directory of user {user} that others cannot write to; remove it, or name another socket",
     ),
     (lambda _: allocate_shared(-4096), "max_bytes: cannot allocate -4096 bytes of shared memory: choose a smaller pool"),
     (lambda _: allocate_shared(1 << 62), "max_bytes: cannot allocate 4611686018427387904 bytes of shared memory: choose a smaller pool"),
-    (lock_is_a_directory, "socket: cannot make {dir}/s.lock: Is a directory; name a path where user {user} can create files"),
+    (lock_is_a_directory, "socket: cannot create {dir}/s.lock: Is a directory; name a path where user {user} can create files"),
     (socket_whose_mode_cannot_be_set, "socket: cannot listen at {dir}/s: Operation not permitted; name a path where user {user} can create files"),
     (
         wrong_config_and_tier,
@@ -125,7 +125,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda _: load_daemon_config(None, {"socket": ""}),
         ("--socket: socket is '': expected the path of a socket, such as /run/kv/host.sock\n"
-        "max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file"),
+        "max_bytes is missing: pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file"),
     ),
     (
         lambda _: FAKES.load_class(TIERS, "no", Tier, where="tier no"),

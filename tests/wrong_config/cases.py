@@ -163,8 +163,8 @@ ENGINE: list[tuple[str, list[str]]] = [
 ]
 
 DAEMON: list[tuple[str, list[str]]] = [
-    ('max_byte: 1', ['{file}: max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file', '{file}, line 1: there is no key max_byte; did you mean max_bytes?']),
-    ('{}', ['{file}: max_bytes is missing: give serve --max-bytes, such as --max-bytes 20GiB, or set it in the config file']),
+    ('max_byte: 1', ['{file}: max_bytes is missing: pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file', '{file}, line 1: there is no key max_byte; did you mean max_bytes?']),
+    ('{}', ['{file}: max_bytes is missing: pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file']),
     ('max_bytes: plenty', ["{file}, line 1: max_bytes is 'plenty': expected a size in bytes, such as 8GiB, 500MB or 1048576"]),
     ('max_bytes: 4096', ['{file}, line 1: max_bytes: a pool has at least 1048576 bytes']),
     ('max_bytes: 1GiB\nsocket: 3', ['{file}, line 2: socket is 3: expected a path']),
