@@ -63,7 +63,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
 
 
 def make_cache(mib: int, count: int) -> PromptCache:
-    """A cache whose prompt has `count` records with payloads of `mib` MiB."""
+    """Return a cache whose prompt has `count` records with payloads of `mib` MiB."""
     # K and V of 8 heads of 128 elements in bfloat16 are 4 KiB per token: 1 MiB per layer of a chunk.
     return PromptCache(CacheForm(count * CHUNK_TOKENS, layers=mib, heads=8, head_dim=128))
 
@@ -91,5 +91,5 @@ def open_disk(
 
 
 def probes(cache: PromptCache, engine: CacheEngine) -> tuple[Probe, Probe]:
-    """GB/s of a store until everything is on disk, and of a retrieve."""
+    """Return probes of GB/s: of a store until everything is on disk, and of a retrieve."""
     return cache.probes(engine, lambda seconds: cache.arena_bytes / seconds / 1e9, flush_s=TIMEOUT_S)

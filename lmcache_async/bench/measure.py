@@ -88,7 +88,7 @@ class Row:
         parameters: Mapping[str, Parameter],
         more: Mapping[str, float] | None = None,
     ) -> Row:
-        """Return the row of the rounds of a figure and of one of its limits."""
+        """Return a row from the values of a figure and of one of its limits, one per round."""
         ratios = tuple(value / limit for value, limit in zip(values, limits, strict=True))
         return cls(
             name=name,
@@ -108,7 +108,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Options of a measurement, and what could not be measured. One round as a warm-up precedes those that count."""
+    """Options of a measurement, and what was not measured. One more round, as a warm-up, precedes the counted ones."""
 
     rounds: int = DEFAULT_ROUNDS
     quick: bool = False
@@ -156,7 +156,7 @@ class Result:
     left_out: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The rows as a table of plain text."""
+        """Return the rows as a table of plain text."""
         table = [("", "", "unit", "limit", "", "ratio")] if self.rows else []
         for row in self.rows:
             value, limit = _digits(row.value), _digits(row.limit_value)
@@ -208,7 +208,7 @@ def rate(nbytes: int, start: float) -> float:
 
 
 def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str, Any]:
-    """The content of the JSON file of a run."""
+    """Return the content of the JSON file of a run."""
     benchmarks = {
         result.name: {
             "summary": result.summary,
@@ -223,7 +223,7 @@ def document(results: Sequence[Result], *, rounds: int, quick: bool) -> dict[str
 
 
 def machine_facts() -> dict[str, str | int]:
-    """The machine, versions and date. Facts that are not available are missing."""
+    """Return facts about the machine, versions and the date. Packages that are not installed are left out."""
     facts: dict[str, str | int] = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),

@@ -127,7 +127,7 @@ class PromptCache:
     def probes(
         self, engine: CacheEngine, figure: Callable[[float], float], *, flush_s: float | None = None
     ) -> tuple[Probe, Probe]:
-        """A store of the whole prompt into empty tiers, and a retrieve; `figure` converts their seconds."""
+        """Return probes of a store of the whole prompt into empty tiers and of a retrieve. `figure` converts seconds."""
 
         async def store() -> float:
             await engine.clear()
@@ -185,7 +185,7 @@ def _cases(cache: PromptCache, engine: CacheEngine, pieces: Mapping[str, Pairs],
 
 
 def _copy_probe(pairs: Pairs, threads: int, nbytes: int, *, back: bool) -> Probe:
-    """GB/s of memcpy of the first region of each pair to the second, or back. Each thread copies a share."""
+    """Return a probe of GB/s of memcpy from the first array of each pair to the second, or with `back` the reverse."""
     share = -(-len(pairs) // threads)
     shares = [pairs[start : start + share] for start in range(0, len(pairs), share)]
 

@@ -94,7 +94,7 @@ class RawFiles(contextlib.ExitStack):
 
 
 class RespSockets:
-    """RESP over a blocking socket in a thread per connection: the minimum of work to move records.
+    """A RESP client with a blocking socket and a thread per connection: the least work that moves records.
 
     The server must not require a password.
     """

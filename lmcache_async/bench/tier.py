@@ -2,7 +2,7 @@
 
 The tier is opened as configured, without layers. All records of a put or a get are one batch. Records are
 sealed, have random keys and are verified after each get, so a tier that is in use can be measured. The
-records are removed at the end.
+records are removed at the end, if the tier can remove records.
 
 Raw limits: for a URL of a Valkey or Redis server, blocking sockets with the same commands; for a tier with
 the option `path`, files of the same size on the same file system.
@@ -56,7 +56,7 @@ QUICK = {"mib": 2, "connections": 2, "record_mib": (1,)}
 
 
 async def run(spec: TierSpec, settings: Settings, frame: Frame, *, third_party: bool) -> AsyncIterator[Row]:
-    """Measure the tier that the settings name."""
+    """Measure the tier of `spec`."""
     parameters: dict[str, Parameter] = {"tier": spec.name, "connections": settings.connections}
     for mib in settings.record_mib:
         with Records(mib, max(settings.mib // mib, 1)) as records:
@@ -88,7 +88,7 @@ async def open_tier(spec: TierSpec, arena: Arena, *, third_party: bool = True) -
 
 
 class Records(contextlib.ExitStack):
-    """Sealed records that probes move, in an arena with room for as many reads, as a context.
+    """Sealed records for the probes, in an arena with room to read all of them. Used as a context manager.
 
     Attributes:
         names: Names for the clients of raw limits.
@@ -121,11 +121,11 @@ class Records(contextlib.ExitStack):
         self.keys = [seal_record(buffer, ChunkKey(os.urandom(KEY_BYTES))) for buffer in self.buffers]
 
     def rate(self, start: float) -> float:
-        """GB/s since `start`, of all records."""
+        """Return GB/s of all records since `start`."""
         return rate(self.nbytes, start)
 
     async def lease(self) -> list[Buffer]:
-        """Buffers to read all records into."""
+        """Return leased buffers, one to read each record into."""
         return [await self.arena.lease(self.record_bytes, timeout_s=TIMEOUT_S) for _ in self.buffers]
 
     def check(self, buffers: Sequence[Buffer], first: int = FORMAT.header_bytes) -> None:
@@ -143,7 +143,7 @@ class Records(contextlib.ExitStack):
         )
 
     def read_probe(self, read: Callable[[list[memoryview]], Awaitable[float]]) -> Probe:
-        """A probe that reads all records into leased buffers and compares them."""
+        """Return a probe that reads all records into leased buffers with `read` and compares them."""
 
         async def probe() -> float:
             buffers = await self.lease()
@@ -154,7 +154,7 @@ class Records(contextlib.ExitStack):
         return probe
 
     def copy_probe(self, threads: int) -> Probe:
-        """GB/s of memcpy of all records to private memory."""
+        """Return a probe of GB/s of memcpy of all records to private memory."""
 
         async def probe() -> float:
             return self.copy(self.buffers, threads)
@@ -186,7 +186,7 @@ def cases(
     *,
     threads: int = 1,
 ) -> list[Case]:
-    """Put and get of all records through `tier`, with limits of each.
+    """Return the cases put and get of all records through `tier`, with their limits.
 
     A get from a tier with memory of its own copies nothing. There the figure includes reading the records
     once into private memory, on `threads` threads.

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 Progress: TypeAlias = Callable[[str, int, int, int], None]
-"""Receives the kind of the items, the number of those done, the number of all, and the bytes of those done."""
+"""Receives the kind of the items, the number done, the total number, and the bytes done."""
 
 
 def no_progress(*_: object) -> None:
@@ -27,7 +27,7 @@ async def for_each(
 ) -> None:
     """Call `work` for each item, in order, with up to `in_flight` calls at a time.
 
-    `work` returns the bytes of an item, whose rate is limited to `max_bytes_per_s` on average over about a second.
+    `work` returns the bytes of its item. The rate of these is limited to `max_bytes_per_s`, averaged over a second.
     If a call fails or the run is cancelled, the other calls are cancelled and awaited.
     """
     left = iter(items)

@@ -31,7 +31,7 @@ class CopyCounts:
 
     source: str
     bytes: int = 0  # written; a record written to two destinations counts once
-    encrypted: int = 0  # copied as they are
+    encrypted: int = 0  # copied without decryption
     refused: Counter[str] = field(default_factory=Counter)  # by cause
     refused_records: list[dict[str, str]] = field(default_factory=list)
     gone: int = 0
@@ -112,7 +112,7 @@ class Copier:
     async def run(
         self, records: Sequence[StoredRecord], destinations: Sequence[OfflineStore], progress: Progress
     ) -> None:
-        """Copy the records, the most useful first.
+        """Copy the records in this order; the first ones should be the most useful.
 
         If cancelled, each destination has the whole of a record or no part of it.
         """
@@ -152,7 +152,7 @@ class Copier:
     async def _copy(
         self, stored: StoredRecord, destinations: Sequence[OfflineStore], workers: Executor
     ) -> int:
-        """Copy one record. Return the bytes that were read of it, without a header that was read alone."""
+        """Copy one record. Return the bytes read, not counting a header that was read separately."""
         counts, nbytes = self.counts, stored.nbytes
         if self._ended:
             counts.skipped += 1
@@ -194,7 +194,7 @@ class Copier:
         return nbytes
 
     def _reserve(self, nbytes: int) -> bool:
-        """Count the bytes of a record to copy. Return False if it has to be skipped."""
+        """Count the bytes of a record to copy. Return False if the record is skipped instead."""
         counts = self.counts
         if self.max_bytes is not None and counts.bytes + nbytes > self.max_bytes:
             self._ended = True
@@ -224,7 +224,7 @@ class Copier:
             self._leave(RecordInfo(stored, cause="too_long", message=message))
             return False
         with buffer:
-            # A tier writes from memory that was bound to it.
+            # A tier can write only from the arena that is bound to it.
             await in_thread(
                 workers, functools.partial(operator.setitem, buffer.view, slice(None), record.view)
             )

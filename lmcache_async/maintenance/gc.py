@@ -37,8 +37,8 @@ def choose(
 ) -> dict[str, list[StoredRecord]]:
     """Return the records to delete by reason, each record once.
 
-    These are the records of `chosen`, and for the reason `room` as many of `selected` as are needed for the rest to have at most
-    `max_bytes`.
+    All records of `chosen` are deleted. If the rest has more than `max_bytes`, the least recently used records of
+    `selected` are deleted too, for the reason `room`.
     """
     victims: dict[str, list[StoredRecord]] = {}
     gone: set[StoredRecord] = set()
@@ -71,7 +71,8 @@ async def collect(
 ) -> Collection:
     """Delete records, and files of interrupted writes. If it is interrupted, the next run deletes the rest.
 
-    Without `used_before` (ns since the epoch) and `max_bytes` (of all records), all selected records are deleted.
+    `used_before` is in ns since the epoch; `max_bytes` limits the bytes of all records. Without both, the records that
+    match a pattern of `selection` are deleted; without patterns, only unreadable records are.
     """
     if not store.knows_use and (used_before is not None or max_bytes is not None):
         raise ConfigError(

@@ -23,14 +23,14 @@ def parse_address(text: str, message: str) -> SplitResult:
     with contextlib.suppress(ValueError):
         parts = urlsplit(text if "://" in text else f"http://{text}")
         host = parts.hostname or ""
-        host.encode("idna")  # or the lookup of the name would fail in it
+        host.encode("idna")  # raises ValueError here, not in the lookup of the name
         if parts.scheme in {"http", "https"} and host and " " not in parts.netloc and parts.port != 0:
             return parts
     raise ConfigError(message)
 
 
 def open_client(token: str, token_name: str) -> httpx.AsyncClient:
-    """Return a connection pool that sends the token, as an async context. Proxies of the environment are not used."""
+    """Return a client that sends the token; open it with `async with`. Proxies of the environment are not used."""
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"{token_name} contains characters that a key cannot have, such as a line break")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -74,7 +74,7 @@ def _explained(url: str, error: Exception, hint: str) -> ConfigError | TierUnava
     ):
         cause = inner
     if isinstance(cause, ssl.SSLCertVerificationError):
-        text = f"its certificate cannot be trusted ({cause.verify_message}); SSL_CERT_FILE may name one"
+        text = f"the server's certificate cannot be trusted: {cause.verify_message}"
         return ConfigError(f"{url}: {text}")
     is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
     is_closed = "disconnected" in str(error) or "peer closed" in str(error)  # before or during the response

@@ -16,7 +16,7 @@ from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey
 
 MAX_REQUEST_NAMESPACES = 10_000
-"""Limit of the counted request namespaces. Each tenant and adapter has one."""
+"""Maximum number of request namespaces that are counted. Each tenant and each adapter has one."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Inspection:
 async def inspect(
     store: OfflineStore, progress: Progress = no_progress, *, selection: Selection = EVERYTHING
 ) -> Inspection:
-    """Read the header of every record."""
+    """Return the contents of a store. The header of every record is read."""
     report = Inspection(store.name, store.holder or None)
     groups: dict[str, Group] = {}
 

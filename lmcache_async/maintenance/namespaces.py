@@ -25,7 +25,7 @@ def is_encrypted_text(text: str) -> bool:
 
 
 def fields_of(text: str) -> Mapping[str, Any]:
-    """Return the fields of a namespace; none if no engine has written the text."""
+    """Return the fields of a namespace; an empty mapping if the text is not one that an engine writes."""
     try:
         text.encode("utf-8")
         fields = json.loads(text)

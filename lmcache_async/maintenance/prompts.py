@@ -19,11 +19,11 @@ _IDS = ("prompt_token_ids", "token_ids", "tokens", "prompt")
 _TEXTS = ("prompt", "text")
 _HASHES = ("hash_ids", "block_hashes")
 MAX_BYTES = 4 << 30
-"""Maximum size of a file, decompressed. A longer file is not a list of prompts."""
+"""Maximum size of a file after decompression. The file is read as a whole."""
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 Prompt: TypeAlias = str | bytes
-"""A prompt as text, or as token ids of 32 bits each."""
+"""A prompt as text, or the bytes of its token ids as int32."""
 
 
 def read_prompts(path: Path, *, by_use: bool) -> list[tuple[Prompt, int]]:
@@ -40,7 +40,7 @@ def read_prompts(path: Path, *, by_use: bool) -> list[tuple[Prompt, int]]:
 
 
 def tokenizer_of(name: str) -> Encode:
-    """Return the tokenizer of a file `tokenizer.json`, of its folder, or of a model name."""
+    """Return the encoder of a tokenizer. `name` is its `tokenizer.json`, the folder of that file, or a model name."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -74,7 +74,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: split it")
     document: Any = None
-    with contextlib.suppress(ValueError, RecursionError):  # the file has lines
+    with contextlib.suppress(ValueError, RecursionError):  # not one document: the lines are parsed below
         document = json.loads(data)
     if _has_requests(document):
         yield from _nested(document, str(path))

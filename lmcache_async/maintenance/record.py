@@ -96,7 +96,7 @@ def check(
     selection: Selection = EVERYTHING,
     cipher: RecordCipher | None = None,
 ) -> RecordInfo:
-    """Verify the checksums, lengths and key of a record. Without a cipher an encrypted one has an outer checksum only."""
+    """Verify checksums, lengths and key of a record. Of an encrypted one without `cipher`, only the outer checksum is verified."""
     first = next(pieces, memoryview(b""))
     info = _parsed(stored, first, selection)
     if info.cause:

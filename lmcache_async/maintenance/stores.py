@@ -37,7 +37,7 @@ from lmcache_async.types import ChunkKey
 T = TypeVar("T")
 
 MAX_RECORD_BYTES = 256 << 20
-_ALLOCATE_S = 600.0  # each call that holds memory has a deadline of its own
+_ALLOCATE_S = 600.0  # long, because each call that holds memory has its own deadline
 _LOOKUP_BATCH = 256
 
 
@@ -168,7 +168,7 @@ class TierStore(OfflineStore):
         self.in_flight = options.in_flight
         self._tier = tier
         self._timeout_s = timeout_s
-        # Two for each call: one past its deadline keeps its buffer until it ends.
+        # Two for each call, because a call past its deadline keeps its buffer until it ends.
         self._arena = options.make_arena(2 * self.in_flight + 2)
         self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
 
@@ -214,7 +214,7 @@ class TierStore(OfflineStore):
         return there
 
     async def prepare_writes(self) -> None:
-        self._require(self._tier.capabilities.writes, "be written to: it only reads")
+        self._require(self._tier.capabilities.writes, "be written to: it is read-only")
 
     async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
         del used_ns  # a tier has its own order of use

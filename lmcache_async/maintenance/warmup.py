@@ -1,4 +1,4 @@
-"""Copies of prompts' prefixes from a slower tier to faster ones."""
+"""Copy the prefixes of prompts from a slower tier to faster ones."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ async def warm(
 
     If cancelled, the records copied so far stay, and the next call copies the rest.
 
-    With `by_use`, chunks are copied in the order of how many prompts contain them, prefixes first; else prompt by
-    prompt. `hash_key` and `cipher` are those of the config, for namespaces with a keyed hash and encrypted records.
+    With `by_use`, the chunks that most prompts contain are copied first, and prefixes before suffixes; else prompt
+    by prompt. `hash_key` and `cipher` are those of the config, for namespaces with a keyed hash and encrypted records.
     """
     stored = {one.key: one for one in await source.list()}
     namespaces = await _namespaces(source, tuple(stored.values()), cipher, progress)
@@ -86,7 +86,7 @@ async def warm(
             " `lmcache-async inspect` shows its namespaces; keyed and encrypted ones need --config with their keys"
         )
     report = Warmup(source=source.name, namespaces=len(chains))
-    wanted: dict[ChunkKey, tuple[Chunk, str]] = {}  # and the namespace, in the order of the prompts
+    wanted: dict[ChunkKey, tuple[Chunk, str]] = {}  # chunk and namespace by key, in the order of the prompts
     uses = Counter[ChunkKey]()
     for prompt, times in prompts:
         tokens = _tokens(prompt, encode)
@@ -169,7 +169,7 @@ def _check(
     wanted: Mapping[ChunkKey, tuple[Chunk, str]],
     cipher: RecordCipher | None,
 ) -> RecordInfo:
-    """Verify that the record is undamaged and, unless it stays encrypted, of exactly these tokens."""
+    """Verify the record and, unless it stays encrypted, that it has the tokens and the namespace of its chunk."""
     found = check(stored, pieces, cipher=cipher)
     header, (chunk, namespace) = found.header, wanted[stored.key]
     if found.cause or header is None:

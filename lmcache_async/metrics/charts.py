@@ -1,4 +1,4 @@
-"""Charts of the status page and of `lmcache-async top`, and the interface of what they show."""
+"""Charts of the status page and of `lmcache-async top`, and the protocol of the sources of their data."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def shares(
 ) -> dict[str, list[float | None]]:
     """Return the share of each counter in `whole` over the last `window` samples, for each sample after the first.
 
-    Parts may be counted later than the whole, when their load has ended. The sum of all shares is at most 1.
+    A part is counted when its load ends, which may be later than the whole. The sum of all shares is at most 1.
     """
     found: dict[str, list[float | None]] = {part: [] for part in parts}
     for index in range(1, len(samples)):

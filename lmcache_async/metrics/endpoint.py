@@ -21,7 +21,7 @@ def status_server(source: Source, config: HTTPConfig, *, rank: int = 0) -> Statu
 
 
 def check_endpoint(config: HTTPConfig) -> Iterator[str]:
-    """Yield a message for each problem that would prevent a server of this configuration; nothing listens."""
+    """Yield a message for each problem with which the server would not start. No socket is opened."""
     if config.listen is None:
         return
     for made in (_server_class, config.make_context, partial(Tokens.read, config.token_file)):

@@ -43,11 +43,11 @@ HEADERS = {
 """Headers of every response: no external resources, no framing, no caching."""
 
 _FRESH_S = 0.2
-"""A response is reused for this time, so that many readers cost the loop hardly more than one."""
+"""Seconds for which a response is reused, so that the load on the loop does not grow with the number of readers."""
 
 
 class Tokens:
-    """Access tokens, by the SHA-256 of each; none are required if it is empty. The repr does not contain them."""
+    """Access tokens, kept as SHA-256 digests. If there are none, every request is allowed."""
 
     def __init__(self, digests: Sequence[bytes] = ()) -> None:
         self._digests = tuple(digests)

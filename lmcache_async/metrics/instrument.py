@@ -15,13 +15,13 @@ class Instrument:
     """
 
     def stored(self, request_id: str, report: StoreReport) -> None:
-        """A store has ended."""
+        """Called when a store has ended."""
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
-        """A retrieve has ended."""
+        """Called when a retrieve has ended."""
 
     def planned(self, plan: RequestPlan) -> None:
-        """A request was admitted, and the sources of its prompt were decided."""
+        """Called when a request is admitted and the sources of its prompt are decided."""
 
 
 class LogInstrument(Instrument):

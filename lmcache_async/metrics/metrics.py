@@ -1,4 +1,4 @@
-"""The metrics of an engine: the only place where its events are counted.
+"""The metrics of an engine. Its events are counted only here.
 
 Prometheus, vLLM, the status page and `lmcache-async top` read this object. Everything runs on the engine's loop.
 """
@@ -28,7 +28,7 @@ _TIER_EVENTS = {
     "tier_errors_total": "errors",
     "corrupt_records_total": "corrupt",
 }
-"""Names of the series in `EngineMetrics.tier_counts`."""
+"""Series included in `EngineMetrics.tier_counts`, and their names there."""
 
 
 class Counter:
@@ -70,7 +70,7 @@ class CallMetrics:
 
     calls: int = 0
     in_flight: int = 0
-    cancelled: int = 0  # of these, cancelled by their caller, at a deadline or before
+    cancelled: int = 0  # of `calls`, cancelled at a deadline or by their caller
     chunks: int = 0
     found: int = 0  # by lookups, reads and removals
     bytes: int = 0
@@ -94,7 +94,7 @@ class CallMetrics:
 class Metrics:
     """Counters and histograms of the series in `lmcache_async.metrics.series`.
 
-    A counter with given labels is looked up once and kept by its user; counting is an addition.
+    Look up a counter once and keep it; counting is then a single addition.
 
     Attributes:
         sources: Called by `read` to add values that other objects hold, such as sizes and queue lengths.
@@ -150,7 +150,9 @@ class EngineMetrics(Metrics, Instrument):
         self.prompt_tokens = 0
         self.local_tokens = 0
         self.decided: Counts[str] = Counts()
-        self._planned: OrderedDict[int, None] = OrderedDict()  # hashes: others choose the length of names
+        self._planned: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # hashes, because clients choose the length of request ids
         self._tiers: dict[str, TierMetrics] = {}
         self.counter("retrieves_total", "complete")
         self.asked_tokens = self.counter("retrieve_asked_tokens_total")
@@ -235,7 +237,7 @@ class TierMetrics:
     def __init__(self, metrics: EngineMetrics, name: str) -> None:
         self._metrics = metrics
         self._name = name
-        self.by_verb: dict[str, CallMetrics] = {}  # as the outermost `metrics` layer sees the calls
+        self.by_verb: dict[str, CallMetrics] = {}  # calls of the outermost `metrics` layer, by method
         self.hit_tokens = metrics.counter("retrieve_hit_tokens_total", name)
         self.hit_chunks = metrics.counter("tier_hit_chunks_total", name)
         self.stored_chunks = metrics.counter("tier_stored_chunks_total", name)
@@ -255,7 +257,7 @@ class TierMetrics:
                 self.dropped(error)
 
     def promoted(self, outcomes: Sequence[Exception | None]) -> None:
-        """Count the chunks of a promotion that the tier has stored: each None."""
+        """Count the chunks of a promotion that the tier stored. Outcomes as in `written`."""
         self.promoted_chunks.value += outcomes.count(None)
 
     def dropped(self, error: Exception) -> None:

@@ -12,7 +12,7 @@ from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
 
 MAX_NAME = 200
-"""Characters of a request id that are kept, because clients choose it."""
+"""Maximum length of a request id. Longer ones are truncated, because clients choose them."""
 
 _LOADED = {"tokens": 0, "asked_tokens": 0, "bytes": 0, "seconds": 0.0}
 _STORED = {"tokens": 0, "chunks": 0, "present": 0, "bytes": 0, "copy_seconds": 0.0, "seconds": 0.0}

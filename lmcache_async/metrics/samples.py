@@ -15,7 +15,7 @@ from lmcache_async.metrics.series import SERIES, Series
 
 Labels: TypeAlias = tuple[str, ...]
 Value: TypeAlias = float | tuple[float, ...]
-"""A number, or of a histogram the sum of the observations and then their number in each bucket, not cumulative."""
+"""A number. For a histogram, the sum of the observations, then their number in each bucket (not cumulative)."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of `exposition`."""
@@ -39,7 +39,7 @@ class Samples:
     def add(self, name: str, value: Value, *labels: str) -> None:
         """Add a value. Values with the same labels are added up, or merged as their series says.
 
-        The name of the series has no prefix, and the labels are in its order.
+        `name` is that of the series without prefix. `labels` are label values in the order of the series.
 
         Raises:
             KeyError: There is no such series.

@@ -111,14 +111,14 @@ ENGINE_SERIES = (
     # Layers around the tiers
     _histogram("tier_call_seconds", "Duration of the tier's calls.", CALL_BUCKETS_S, "tier", "verb"),
     _gauge("tier_calls_in_flight", "Running calls of the tier.", "tier", "verb"),
-    _counter("tier_calls_cancelled", "Calls of the tier that were cancelled, at a deadline or before.", "tier", "verb"),
+    _counter("tier_calls_cancelled", "Calls of the tier that were cancelled, at a deadline or by their caller.", "tier", "verb"),
     _counter("tier_call_chunks", "Chunks requested in the tier's calls.", "tier", "verb"),
     _counter("tier_call_found_chunks", "Of these, chunks that the tier had.", "tier", "verb"),
     _counter("tier_call_bytes", "Bytes read or written by the tier.", "tier", "verb"),
     _counter("tier_call_errors", "Failed calls and failed chunks of batches, by cause.", "tier", "verb", "cause"),
     _counter("retries", "Retries of failed calls.", "tier"),
-    _counter("retry_recovered", "Chunks, or calls without single chunks, that succeeded in a retry.", "tier"),
-    _counter("retry_exhausted", "Calls that failed with no attempt or no time left.", "tier"),
+    _counter("retry_recovered", "Chunks that succeeded in a retry; a call other than get_many and put_many counts as one.", "tier"),
+    _counter("retry_exhausted", "Calls that still failed, at least in part, after the last attempt or at the deadline.", "tier"),
     _gauge(
         "breaker_state",
         "0 closed: calls pass; 1 half open: a few probes pass; 2 open: no call passes. The worst state of all ranks.",
@@ -156,7 +156,7 @@ SCHEDULER_SERIES = (
     ),
     _counter("prefill_saved_seconds", "Time to compute the loaded tokens at the prefill speed measured so far."),
     _gauge("prefill_tokens_per_second", "Prefill speed of the model, as measured or configured."),
-    _counter("promises", "Promises of producers: kept; late: not kept in time; doubted: not of this request.", "became"),
+    _counter("promises", "Promises of producers: kept; late: not kept in time; doubted: ignored, because they do not match the request.", "became"),
 )  # fmt: skip
 """Series of vLLM's scheduler process."""
 

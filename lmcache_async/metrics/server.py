@@ -94,7 +94,7 @@ class StatusServer:
         """Listen, and take samples."""
         place = f"{self._host}:{self._port}"
         if self._port > _MAX_PORT:
-            raise ConfigError(f"http.listen: with the rank added it is {place}; ports end at {_MAX_PORT}")
+            raise ConfigError(f"http.listen: port plus rank is {self._port}; the highest port is {_MAX_PORT}")
         self._server = web.Server(self._answer, **_LIMITS)
         try:
             self._listeners = await _listen(self._host, self._port)
@@ -146,7 +146,9 @@ class StatusServer:
         try:
             self._samples.append(self._source.sample())
         except Exception as error:  # as in _answer
-            self._logger.log(logging.ERROR, repr(error), "no sample: %r", error, exc_info=True)
+            self._logger.log(
+                logging.ERROR, repr(error), "cannot take a sample for the charts: %r", error, exc_info=True
+            )
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -167,7 +169,7 @@ class StatusServer:
                 task.add_done_callback(partial(_close, connection))
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection from its accept to its end, which is at its deadline at the latest."""
+        """Serve one connection until it ends, at the latest at its deadline."""
         loop = asyncio.get_running_loop()
         handler = _Handler(self._server, loop=loop, **_LIMITS)
         connecting = asyncio.ensure_future(
@@ -180,7 +182,7 @@ class StatusServer:
         except OSError:  # the deadline, or caused by the other end
             pass
         finally:
-            if self._tls is not None:  # without a handshake it ends within one iteration of the loop
+            if self._tls is not None:  # without TLS, connecting ends within one iteration of the loop
                 connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
             if handler.transport is not None:
@@ -215,7 +217,7 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> a
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
-    """Listen at every address of the host that this machine has."""
+    """Listen at every address of the host that is one of this machine."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with contextlib.ExitStack() as undo:
@@ -230,6 +232,6 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
             listener.setblocking(False)
             listeners.append(listener)
         if not listeners:
-            raise OSError(errno.EADDRNOTAVAIL, "it has no address of this machine")
+            raise OSError(errno.EADDRNOTAVAIL, "the host has no address of this machine")
         undo.pop_all()
     return listeners

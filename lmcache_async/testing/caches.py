@@ -30,9 +30,9 @@ class CacheForm:
         padding: Unused elements after each block; views only.
         separate: Each layer has its own storage.
         shared_layers: Number of additional layers that alias the first one.
-        kernel_blocks: Kernel blocks of each block, as dimension 0 counts them; views by block only.
-        all_heads: KV heads in memory, of which the tensors have `heads`; 0 if they have all, in pieces of any length.
-            Views by block only.
+        kernel_blocks: Kernel blocks per block; dimension 0 counts kernel blocks. Views by block only.
+        all_heads: KV heads in memory, if the tensors are views of `heads` of them and the layout is made with
+            `by_head`; 0 if the tensors have all heads. Views by block only.
         first_head: First head of the tensors among `all_heads`.
     """
 

@@ -74,7 +74,7 @@ class ForwardingTier(Tier):
         self.inner = inner
 
     async def around(self, verb: str, nbytes: int, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call of the inner tier that has keys. `nbytes` are the bytes of the records of a put."""
+        """Run `call`, a call of the inner tier; override it to change calls. `nbytes` is the size of put records, else 0."""
         del verb, nbytes
         return await call()
 
@@ -253,7 +253,7 @@ _RAISED: dict[FaultKind, tuple[type[Exception], str]] = {
 
 
 def unavailable() -> TierError:
-    """Return an error as a tier raises it when its backend is unavailable."""
+    """Return a TierError, for tests of calls that fail and are not retried."""
     return TierError("the backend is unavailable")
 
 
@@ -412,7 +412,7 @@ class LatencyTier(ForwardingTier):
 
 
 def installed() -> Registry:
-    """Return the installed plug-ins. They are read once for each state of `sys.path`, which takes about 50 ms."""
+    """Return a registry of the installed plug-ins. It is cached by `sys.path`, because creating it takes about 50 ms."""
     return _read_plugins(tuple(sys.path))
 
 

@@ -21,8 +21,8 @@ async def cancelled_at_each_await(
 ) -> AsyncIterator[asyncio.Task[Any]]:
     """Run `start(0)`, `start(1)`, ... and cancel the n-th run at its n-th await.
 
-    Awaits of tasks that the call creates are counted too. Run 0 is cancelled before its first step. The order
-    does not depend on threads or on the network.
+    Awaits of tasks that the call creates are counted too. Run 0 is cancelled before its first step. Only the number
+    of awaits decides when a run is cancelled, not the time.
 
     Args:
         start: Makes the call; called with the number of the run.

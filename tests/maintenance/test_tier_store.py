@@ -51,7 +51,7 @@ async def test_a_missing_capability_is_reported():
     async with store_of(mute(records=sealed([10] * 2))) as target:
         with pytest.raises(ConfigError, match="tier 't' cannot list its records"):
             await target.list()
-        with pytest.raises(ConfigError, match="it only reads"):
+        with pytest.raises(ConfigError, match="it is read-only"):
             await target.prepare_writes()
         with pytest.raises(ConfigError, match="cannot delete records"):
             await target.remove([key_of(1)])

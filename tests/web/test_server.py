@@ -146,7 +146,7 @@ async def test_the_rank_is_added_to_the_port() -> None:
         shifted = status_server(FakeSource(), config(listen=f"127.0.0.1:{port - 3}"), rank=3)
         with pytest.raises(ConfigError, match=f":{port}: "):  # the port that is taken
             await shifted.__aenter__()
-    with pytest.raises(ConfigError, match="ports end at 65535"):
+    with pytest.raises(ConfigError, match="the highest port is 65535"):
         await status_server(FakeSource(), config(listen="127.0.0.1:65535"), rank=1).__aenter__()
 
 

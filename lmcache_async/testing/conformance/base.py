@@ -171,7 +171,7 @@ class Cases:
         )
 
     def reopen(self, tier: Tier) -> Tier:
-        """Return a new tier over the content that `tier`, persistent and closed, has stored."""
+        """Return a new tier over the content of `tier`, which is persistent and closed."""
         return type(tier)(tier.config)
 
     def limit(self, tier: Tier, max_bytes: int) -> Tier | None:

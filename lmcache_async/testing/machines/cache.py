@@ -43,7 +43,7 @@ class Prompts:
         return self._longest(tokens, self.may_be)
 
     def shortest(self, tokens: Sequence[int]) -> int:
-        """Return the length of the shortest prefix that may be found. Anything shorter is a loss."""
+        """Return the length of the prefix that must be found. A shorter hit means that chunks were lost."""
         return self._longest(tokens, self.must_be)
 
     def forget(self) -> None:
@@ -51,7 +51,7 @@ class Prompts:
         self.must_be.clear()
 
     def _longest(self, tokens: Sequence[int], prompts: Iterable[tuple[int, ...]]) -> int:
-        """Longest match: whole chunks, or a prompt with its tail if `tokens` end or begin a chunk there."""
+        """Return the longest match in whole chunks. The partial last chunk of a prompt counts if `tokens` end with it."""
         best, size = 0, self._chunk_size
         for prompt in prompts:
             common = 0

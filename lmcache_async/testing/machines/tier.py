@@ -193,7 +193,7 @@ class TierMachine(RuleBasedStateMachine):
         raise NotImplementedError(f"{type(self).__name__} has no make_tier(directory, max_bytes)")
 
     async def damage_content(self, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
-        """Replace the stored record of `key` by `edit` of it. Return whether it was replaced.
+        """Replace the stored record of `key` with the result of `edit`. Return whether it was replaced.
 
         The default returns False, and the rule for damage has no effect.
         """
