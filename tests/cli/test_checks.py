@@ -89,7 +89,7 @@ MANY_THREADS = load_config(env={}, extra={"copy_threads": 1000})
             "1.5 for this process",
         ),
         (lambda root: checks.check_cores(MANY_THREADS, root), WARN, ""),
-        (lambda root: checks.check_huge_pages(CONFIG, root), OK, "7 reserved pages"),
+        (lambda root: checks.check_huge_pages(CONFIG, root), OK, "reserved huge pages: 7"),
         (
             lambda root: checks.check_huge_pages(CONFIG, write(root, HUGE_PAGES, "always [never]\n")),
             WARN,

@@ -25,7 +25,7 @@ lmcache_async/metrics/endpoint.py | needs the package aiohttp | tests/web/test_e
 lmcache_async/metrics/http.py | contains no token | tests/web/test_access.py | contains no token
 lmcache_async/metrics/http.py | a token must have at least | tests/web/test_access.py | line 1: a token must have at least 16
 lmcache_async/metrics/server.py | cannot listen at | tests/web/test_server.py | http\.listen: cannot listen at
-lmcache_async/metrics/server.py | ports end at | tests/web/test_server.py | ports end at 65535
+lmcache_async/metrics/server.py | the highest port is | tests/web/test_server.py | the highest port is 65535
 lmcache_async/metrics/tracing.py | needs OpenTelemetry | tests/unit/test_tracing.py | MissingDependencyError, match=r"tracing
 lmcache_async/registry.py | uninstall one of them | tests/unit/test_registry.py | uninstall one of them
 lmcache_async/registry.py | {plugin.version} cannot be loaded from | tests/unit/test_registry.py | cannot be loaded from
