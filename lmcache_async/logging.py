@@ -32,7 +32,7 @@ class NamedHandler(logging.Handler):
 class LimitedLogger:
     """Logs the first line of a cause at once, and later ones at most once per interval."""
 
-    _MAX_CAUSES = 1000  # causes may contain data, so their number has no limit of its own
+    _MAX_CAUSES = 1000  # a cause may contain data, so the number of causes is not limited otherwise
 
     def __init__(
         self, logger: logging.Logger, *, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic

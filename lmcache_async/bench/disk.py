@@ -19,7 +19,7 @@ from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.bench.raw import RawFiles
 from lmcache_async.engine.engine import CacheEngine
 
-SUMMARY = "store and retrieve on disk, beside pwrite and pread"
+SUMMARY = "store and retrieve on disk, compared with pwrite and pread"
 CHUNK_TOKENS = 256
 THREADS = 4
 TIMEOUT_S = 120.0

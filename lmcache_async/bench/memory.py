@@ -31,7 +31,7 @@ from lmcache_async.memory.region import Region
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pairs: TypeAlias = "list[tuple[Bytes, Bytes]]"
 
-SUMMARY = "store and retrieve in host memory, beside memcpy"
+SUMMARY = "store and retrieve in host memory, compared with memcpy"
 _PREPARE_S = 60.0
 
 

@@ -45,7 +45,7 @@ def move_all(
 
 
 class RawFiles(contextlib.ExitStack):
-    """Files of one size, a multiple of the page size, in a directory, and a buffer for each thread; as a context."""
+    """Files of one size, a multiple of the page size, and a buffer for each thread. Used as a context manager."""
 
     def __init__(self, path: Path, nbytes: int, count: int, threads: int) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey
 
-SUMMARY = "put and get through one tier, beside memcpy and raw I/O"
+SUMMARY = "put and get through one tier, compared with memcpy and raw I/O"
 TIMEOUT_S = 120.0
 NAME_PREFIX = "lmcache-async-bench:"
 FORMAT = RecordFormat(namespace="bench", layout="bytes", dtype="uint8", chunk_size=16)
@@ -188,8 +188,8 @@ def cases(
 ) -> list[Case]:
     """Return the cases put and get of all records through `tier`, with their limits.
 
-    A get from a tier with memory of its own copies nothing. There the figure includes reading the records
-    once into private memory, on `threads` threads.
+    A get from a tier with the capability `own_memory` copies nothing. Its figure includes copying the records once
+    to private memory, on `threads` threads.
     """
     own_memory = tier.capabilities.own_memory
     facts: dict[str, Parameter] = {"record_bytes": records.record_bytes, "records": records.count}

@@ -75,7 +75,7 @@ def tier_command(
         str,
         Argument(
             metavar="TIER",
-            help="A tier as JSON; with --config the id of a tier, otherwise a URL such as valkey://host:6379 or a tier's name.",
+            help="A tier as JSON; with --config the id of a tier, else a URL such as valkey://host:6379 or a tier's name.",
             autocompletion=complete_tiers,
         ),
     ],

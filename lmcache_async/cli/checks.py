@@ -75,7 +75,11 @@ def check_plugin(env: Mapping[str, str] = os.environ) -> Iterator[Check]:
     if vllm_version() is None:
         return
     if PLUGIN not in entry_points(group=GROUP).names:
-        yield fail(name, f"no entry point {PLUGIN} of {GROUP}", "pip install lmcache-async beside vLLM")
+        yield fail(
+            name,
+            f"no entry point {PLUGIN} of {GROUP}",
+            "pip install lmcache-async in the environment of vLLM",
+        )
     elif allowed is not None and PLUGIN not in [word.strip() for word in allowed.split(",")]:
         yield fail(
             name, f"VLLM_PLUGINS is {allowed!r}, which excludes {PLUGIN}", f"add {PLUGIN} to it, or unset it"

@@ -299,7 +299,7 @@ def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) 
 def _tiers(
     chosen: Mapping[str, Setting], tier_names: Callable[[], Collection[str]], notes: list[str]
 ) -> list[Setting]:
-    """Convert LMCache's cpu, disk and remote to one setting of `tiers`; none if none of them is set."""
+    """Convert LMCache's cpu, disk and remote to one setting `tiers`. Return an empty list if none of them is set."""
     used = [chosen[key] for key in ("local_cpu", "local_disk", "remote_url") if key in chosen]
     size, disk, remote = (chosen.get(key) for key in ("max_local_disk_size", "local_disk", "remote_url"))
     tiers: list[Any] = ["cpu"] if _has_cpu(chosen) else []

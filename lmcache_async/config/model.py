@@ -266,7 +266,7 @@ class RetrieveConfig(ChainConfig):
 
     @property
     def allocate_timeout_s(self) -> float:
-        """Longest wait of a chunk for arena memory, in seconds. The rest of timeout_s is left to load the chunks before it."""
+        """Longest wait of a chunk for arena memory, in seconds. Afterwards, the chunks before it are loaded."""
         return self.timeout_s / 2
 
 

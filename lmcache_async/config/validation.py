@@ -93,7 +93,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[ModelT]):
-    """A configuration with the origins of its values. With problems it has the valid values only."""
+    """A configuration with the origins of its values. If there are problems, it has the valid values only."""
 
     config: ModelT
     origin: Origin

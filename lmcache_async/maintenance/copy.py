@@ -41,6 +41,8 @@ class CopyCounts:
 
 @dataclass(kw_only=True)
 class CopyReport(CopyCounts):
+    """Result of `copy`."""
+
     destination: str
     held_by_process: str | None
     dry_run: bool

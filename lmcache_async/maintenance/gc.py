@@ -16,6 +16,8 @@ _BATCH = 64
 
 @dataclass
 class Collection:
+    """Result of `collect`."""
+
     target: str
     held_by_process: str | None
     dry_run: bool

@@ -96,7 +96,7 @@ def check(
     selection: Selection = EVERYTHING,
     cipher: RecordCipher | None = None,
 ) -> RecordInfo:
-    """Verify checksums, lengths and key of a record. Of an encrypted one without `cipher`, only the outer checksum is verified."""
+    """Verify checksums, lengths and key of a record; without `cipher`, only the outer checksum of an encrypted one."""
     first = next(pieces, memoryview(b""))
     info = _parsed(stored, first, selection)
     if info.cause:

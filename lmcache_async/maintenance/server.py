@@ -23,6 +23,8 @@ API_KEY = "VLLM_API_KEY"
 
 @dataclass
 class Requests:
+    """Result of `warm_server`: sums over its requests."""
+
     url: str
     model: str
     prompts: int = 0

@@ -18,6 +18,8 @@ Remedy: TypeAlias = Literal["remove", "quarantine"]
 
 @dataclass
 class Verification:
+    """Result of `verify`."""
+
     target: str
     held_by_process: str | None
     records: int = 0

@@ -26,6 +26,8 @@ SAMPLES = 64
 
 @dataclass(kw_only=True)
 class Warmup(CopyCounts):
+    """Result of `warm`."""
+
     namespaces: int = 0
     prompts: int = 0
     tokens: int = 0
@@ -43,7 +45,7 @@ class KeyChain:
     unit: int
 
     def prefix(self, tokens: Tokens, stored: Mapping[ChunkKey, StoredRecord]) -> list[Chunk]:
-        """Return the chunks of the longest stored prefix, at most one partial chunk at its end."""
+        """Return the chunks of the longest stored prefix, with at most one partial chunk at its end."""
         hasher = self.hasher()
         prefix: list[Chunk] = []
         for chunk in hasher.extend(tokens):

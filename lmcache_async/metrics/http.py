@@ -123,8 +123,8 @@ class Response:
 class Responder:
     """Responds to requests for one source.
 
-    With `loopback`, only this machine may connect, and requests for other host names are rejected. `interval_s` is
-    the time between two samples.
+    `loopback` means that only this machine can connect; requests with another host name are then rejected.
+    `interval_s` is the time between two samples.
     """
 
     source: Source

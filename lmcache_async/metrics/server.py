@@ -50,8 +50,8 @@ _MAX_PORT = 65535
 class StatusServer:
     """Serves a source on its loop, as an async context.
 
-    A connection counts against the limit from its accept on, with or without a TLS handshake. Connections above
-    the limit are closed before anything is read.
+    A connection counts against the limit as soon as it is accepted, before its TLS handshake. Connections above the
+    limit are closed before anything is read.
     """
 
     def __init__(

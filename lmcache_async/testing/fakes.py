@@ -435,7 +435,7 @@ class FakeRegistry(Registry):
         stages: Mapping[str, object] | None = None,
         layers: Mapping[str, object] | None = None,
     ) -> None:
-        vars(self).update(vars(installed()))  # its metadata do not change
+        vars(self).update(vars(installed()))  # the metadata does not change
         self._given = {TIERS: dict(tiers or {}), STAGES: dict(stages or {}), LAYERS: dict(layers or {})}
 
     def load(self, group: str, name: str, *, third_party: bool = True) -> object:
@@ -452,7 +452,7 @@ class FaultyRegistry(Registry):
     """
 
     def __init__(self, inner: Registry) -> None:
-        vars(self).update(vars(inner))  # its metadata do not change
+        vars(self).update(vars(inner))  # the metadata does not change
         self.made: list[FaultyTier] = []
         self._inner = inner
 
