@@ -1,4 +1,4 @@
-"""Exceptions of this package, one class for each possible reaction of a caller.
+"""Exceptions of this package, divided by the possible reactions of a caller.
 
 A miss is a value (`None`), never an exception. No exception of this package reaches an inference server: a
 failure becomes a miss or a counted drop.

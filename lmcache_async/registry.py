@@ -142,9 +142,9 @@ class Registry:
 
 
 def _extra_for(module: str, plugin: str, requires: Iterable[str]) -> str | None:
-    """Return the extra that installs `module`; if there are several or none, preferably the one named `plugin`.
+    """Return the extra that installs `module`; of several, the one named `plugin` is preferred.
 
-    None if there is no such extra.
+    If no extra installs it, return the extra named `plugin`, or None if there is none.
     """
     extras: dict[str, list[str]] = {}
     for requirement in requires:

@@ -112,8 +112,8 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
 def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
     """Run a group of checks in a thread; return its results and whether it exceeded its deadline.
 
-    An exception becomes a failed check. A thread that exceeds the deadline is abandoned. After Ctrl-C, the check is
-    awaited once more, so that it can remove what it has written; a second Ctrl-C ends this wait.
+    An exception becomes a failed check. A thread that exceeds the deadline is abandoned. After Ctrl-C, the check gets
+    the same time to end, so that it removes what it has written; a second Ctrl-C ends this wait.
     """
     future = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-check").submit(lambda: list(work()))
     try:

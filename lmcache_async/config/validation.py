@@ -192,7 +192,7 @@ def disagree(message: str, *keys: str) -> PydanticCustomError:
 
 
 def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list[ErrorDetails]]:
-    """Return a model of the valid values of the content, or None if there can be none, and every mistake.
+    """Return a model of the valid values of the content, or None if none can be made, and every mistake.
 
     pydantic runs validators of several values only if each value is valid. Therefore invalid values are removed
     and the rest is validated again, until no mistake is left. A later mistake is ignored if it may result from a

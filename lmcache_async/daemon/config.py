@@ -46,9 +46,8 @@ _HOW_TO_GIVE_A_SIZE = "pass --max-bytes to serve, such as --max-bytes 20GiB, or 
 
 
 def _parse_share(value: object) -> int:
-    return (
-        0 if value in (0, "0") and value is not False else parse_size(value)
-    )  # a tuple, because `in` a set raises for a list
+    # Not `in` a set, which raises TypeError for a list.
+    return 0 if value in (0, "0") and value is not False else parse_size(value)
 
 
 Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=SizeInput | Literal[0, "0"])]

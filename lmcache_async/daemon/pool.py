@@ -311,9 +311,8 @@ class Pool:
             if not self._may_take(owner, block, {}):
                 return False
             tries -= 1
-            return tries < 0 or bool(
-                self._around(owner, block, wanted, kept)
-            )  # a negative number ends the search
+            # A negative number of tries ends the search.
+            return tries < 0 or bool(self._around(owner, block, wanted, kept))
 
         oldest: list[Block] = []
         for tenant in self._tenants.values():

@@ -235,7 +235,7 @@ def _held(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
-    """Listen at `path`. A stale socket there is removed before, and the new socket at the end."""
+    """Listen at `path`. A stale socket there is removed first, and the new socket at the end."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with listener, contextlib.ExitStack() as undo:
         try:

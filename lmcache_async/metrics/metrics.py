@@ -150,9 +150,8 @@ class EngineMetrics(Metrics, Instrument):
         self.prompt_tokens = 0
         self.local_tokens = 0
         self.decided: Counts[str] = Counts()
-        self._planned: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # hashes, because clients choose the length of request ids
+        # Hashes of request ids, because clients choose the length of the ids.
+        self._planned: OrderedDict[int, None] = OrderedDict()
         self._tiers: dict[str, TierMetrics] = {}
         self.counter("retrieves_total", "complete")
         self.asked_tokens = self.counter("retrieve_asked_tokens_total")
