@@ -26,7 +26,6 @@ KV_HEADS = 2  # of the families with grouped-query attention
 EXPERTS, EXPERT_SIZE = 4, 64  # of the families with a mixture of experts
 # vLLM's CPU kernel for MLA requires latents of 512 and 64 numbers.
 MLA = {
-    "q_lora_rank": None,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
@@ -488,6 +487,7 @@ def make_mla_model(directory: Path) -> Path:
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
         **MLA,
+        q_lora_rank=None,
         head_dim=MLA["qk_rope_head_dim"],
         moe_intermediate_size=HIDDEN,
         n_routed_experts=2,
@@ -786,6 +786,7 @@ def make_kimi_linear(directory: Path) -> Path:
         "KimiLinearForCausalLM",
         "kimi_linear",
         **MLA,
+        q_lora_rank=None,
         num_hidden_layers=4,
         mla_use_nope=True,
         linear_attn_config={
