@@ -151,7 +151,7 @@ AT_START: list[tuple[Callable[[Path], object], str]] = [
     (private_directory_is_a_file, "vllm.socket_dir: cannot make {dir}/lmcache-async-{user}: [Errno 17] File exists: '{dir}/lmcache-async-{user}'"),
     (long_base, "vllm.socket_dir: {dir}/{long}/lmcache-async-{user}/{engine}-0.sock is longer than the 100 bytes that a socket's path may have; name a shorter directory"),
     (lambda folder: socket_path(folder / "none", "e", 0), "vllm.socket_dir: {dir}/none cannot be used: No such file or directory"),
-    (lambda folder: socket_path(folder / "key", "e", 0), "vllm.socket_dir: {dir}/key is no directory"),
+    (lambda folder: socket_path(folder / "key", "e", 0), "vllm.socket_dir: {dir}/key is not a directory"),
     (lambda _: Arena(100, 4096), "arena.max_bytes is 100, but one chunk needs 4096 bytes: raise arena.max_bytes or lower chunk_size"),
     (
         lambda _: CPUTier(CPUConfig(max_bytes=100)).bind(Arena(8192, 4096, huge_pages=False, prefault=False)),

@@ -39,7 +39,7 @@ from lmcache_async.integration.vllm.versions import serves_several_groups
 logger = logging.getLogger(__name__)
 
 _TEXT = "text:"
-_MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: what changes how media become embeddings
+_MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: fields that change the embeddings of media
     "media_io_kwargs",
     "mm_device_do_normalize",
     "mm_encoder_attn_backend",
@@ -48,7 +48,7 @@ _MEDIA_SETTINGS = (  # of vLLM's MultiModalConfig: what changes how media become
     "video_pruning_method",
     "video_pruning_rate",
 )
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # of the machine
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # they depend on the machine
 
 _SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
@@ -90,10 +90,11 @@ def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
 
 
 def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
-    """Longest hit in host memory whose load the model's thread awaits, in a step that uses it or computes nothing.
+    """Return the longest hit, in tokens, whose load from host memory the model's thread awaits; 0 for none.
 
-    0 for none. Steps that overlap are not held up: a step that computes nothing may follow one that computes, and blocks
-    of a load by the step that uses them are in vLLM's prefix cache before they are filled.
+    Such a load is awaited in the step that uses it, or in a step that computes nothing. It is not awaited if steps
+    overlap: a step that computes nothing may then follow one that computes, and the blocks of a load in the step that
+    uses them are in vLLM's prefix cache before they are filled.
     """
     wanted = config.vllm.layerwise_load
     overlapping = (
@@ -110,11 +111,11 @@ def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
 
 
 def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KVGroup]) -> int:
-    """Longest hit that is loaded by the step that uses it; 0 for none.
+    """Return the longest hit, in tokens, that is loaded by the step that uses it; 0 for none.
 
-    After a failed load, vLLM computes from the first failed block on. It accepts failed blocks only from models with one
-    group, and its model runner V2 then computes from a wrong position (vLLM issue #49250). It asks for failed blocks
-    before the forward of a draft model, whose layers have not waited for their part of the load then.
+    After a failed load, vLLM computes from the first failed block on. It supports this only for models with one group,
+    and its model runner V2 computes from a wrong position (vLLM issue #49250). VLLM asks for failed blocks before the
+    forward pass of a draft model, so the layers of the draft model have not waited for their part of the load yet.
     """
     if len(groups) > 1 or not groups[0].is_full:
         return 0
@@ -124,7 +125,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KV
             "vLLM's model runner V2, which cannot repeat a step; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
         )
     elif _drafts_with_kv(vllm_config):
-        obstacle = "a draft model, whose layers run after the end of a load is reported"
+        obstacle = "a draft model, whose layers run after vLLM has asked for failed blocks"
     if not obstacle:
         return awaited_tokens(config, vllm_config)
     if config.vllm.layerwise_load == "always":
@@ -177,7 +178,7 @@ def head_shards(config: EngineConfig, vllm_config: Any, kv_cache_config: Any) ->
 def _shards_reason(shards: int, vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return the reason why the KV heads cannot be divided into so many shards; None if they can.
 
-    Every shard has whole heads. Therefore each head belongs to one rank, and no rank has a replica of another one's.
+    Every shard has whole heads. Therefore each head belongs to one rank, and no rank replicates heads of another rank.
     """
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     if shards % tp_size:
@@ -201,7 +202,7 @@ def _shards_reason(shards: int, vllm_config: Any, kv_cache_config: Any) -> str |
 
 
 def shard_config(config: EngineConfig, shards: int) -> EngineConfig:
-    """The configuration of each engine of a rank that has one for each of its shards. Memory and threads are divided."""
+    """Return the configuration of one of the `shards` engines of a rank, which divide its memory and threads."""
     store, retrieve = config.store, config.retrieve
     pending = store.max_pending_write_bytes
     return config.model_copy(
@@ -225,7 +226,7 @@ def shard_config(config: EngineConfig, shards: int) -> EngineConfig:
 
 
 def shard_namespace(namespace: Namespace, shard: HeadShard) -> Namespace:
-    """The namespace of a shard, from that of its rank: that of a rank of a model with one rank for each shard."""
+    """Return the namespace of a shard, given that of its rank. It is that of a rank in a model with a rank per shard."""
     return replace(
         namespace,
         world_size=shard.shards * namespace.pp_size,
@@ -279,7 +280,7 @@ def group_namespace(
 ) -> Namespace:
     """The namespace of one KV group of the model, from that of the model.
 
-    A model with full attention only has one group and one namespace.
+    A single group of full attention has the namespace of the model, with its layout.
     """
     own = replace(namespace, layout=layout_text)
     if len(groups) == 1 and group.is_full:
@@ -288,7 +289,7 @@ def group_namespace(
 
 
 def _model_name(model: Any) -> str:
-    """The name passed to vLLM; of a local directory its last component, because paths differ between machines."""
+    """Return the name passed to vLLM; for a local directory its last component, because paths differ between machines."""
     path = Path(model.model)
     return path.name if path.is_dir() else str(model.model)
 
@@ -316,9 +317,9 @@ def _weights(config: EngineConfig, model: Any, load_format: str) -> str:
 
 
 def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
-    """Inputs of media embeddings other than the content of the media; empty for a text model.
+    """Return the inputs of media embeddings other than the media; empty for a text model.
 
-    A changed image processor is therefore another namespace, also if `weights_fingerprint` is a text.
+    A changed image processor therefore changes the namespace, even if `weights_fingerprint` is a text.
     """
     media = model.multimodal_config
     if media is None:
@@ -335,7 +336,7 @@ def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _rare_inputs(vllm_config: Any) -> Iterator[tuple[str, str]]:
-    """Inputs of the KV that few models have. Without them the namespace is that of version 0.1."""
+    """Yield inputs of the KV that few models have. The namespaces of other models are the same as in version 0.1."""
     model, lora = vllm_config.model_config, vllm_config.lora_config
     if _has_long_rope(model.hf_config.to_dict()):
         # VLLM chooses the short or the long factors by the longest request that it accepts.
@@ -447,10 +448,10 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Return the reason why a prefill cannot continue after a cached prefix. VLLM disables its own prefix caching then.
+    """Return the reason why a prefill cannot continue after a cached prefix; None if it can.
 
-    `enable_prefix_caching` alone does not show these cases, because users may disable prefix caching and use this connector
-    instead.
+    In these cases vLLM disables its own prefix caching. `enable_prefix_caching` alone does not show them, because users may
+    disable prefix caching and use this connector instead.
     """
     model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
     if any(getattr(spec, "non_causal", False) for spec in specs_of(kv_cache_config)):
@@ -458,7 +459,7 @@ def _prefix_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if vllm_config.device_config.device_type != "cuda" and not (
         cache.enable_prefix_caching or scheduler.enable_chunked_prefill
     ):
-        # A platform that cannot continue a prefill forces both off, which no user's --no-enable-prefix-caching does.
+        # A platform that cannot continue a prefill disables both. The option --no-enable-prefix-caching disables only one.
         if model.use_mla:
             return "vLLM does not support prefix caching for MLA on this platform; a CPU needs AMX for it"
         if platform.machine().startswith("riscv"):

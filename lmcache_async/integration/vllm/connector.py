@@ -1,7 +1,8 @@
 """LMCacheAsyncConnector, the class that vLLM loads. It forwards to the scheduler or the worker connector.
 
-After the constructor and the registration of the KV cache nothing is raised into vLLM. A failure is logged, at most
-once per cause and interval, and becomes a miss or a dropped store.
+After the constructor and the registration of the KV cache, a failure is logged, at most once per cause and interval,
+and becomes a miss or a dropped store. Only the methods that report results of loads and stores may raise an error into
+vLLM, because without these results it might use KV that was not loaded.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     """KV cache connector of vLLM with tiers in memory, on disk and in remote stores.
 
     Attributes:
-        scheduler: The scheduler side; None in a worker process, or if the model is not supported.
-        worker: The worker side; None in the scheduler's process, or if the model is not supported.
+        scheduler: The scheduler side; None for the role of a worker, or if the model is not supported.
+        worker: The worker side; None for the role of the scheduler, if the model is not supported, or if the KV cache could
+            not be registered.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -73,7 +75,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A full CUDA graph cannot wait for single layers."""
+        """Return whether loads are awaited layer by layer, which a full CUDA graph cannot do."""
         return layerwise_always(extra_config)
 
     @property
@@ -212,9 +214,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             self._guard(side.start_stores, None)
 
     def clear_connector_metadata(self) -> None:
-        """The end of a step. Stores are started by now, unless the step had no forward.
+        """Start the stores at the end of a step without a forward pass. For other steps they are started already.
 
-        VLLM 0.30 calls wait_for_save only for a step with a forward.
+        VLLM 0.30 calls wait_for_save only for a step with a forward pass.
         """
         if (side := self.worker) is not None:
             self._guard(side.start_stores, None)
@@ -305,10 +307,10 @@ def _log_to_vllm() -> None:
 
 
 def _configs_of_scheduler(own: Any) -> list[Any]:
-    """The connector's `kv_transfer_config`, and those of the MultiConnectors that are creating it.
+    """Return the connector's `kv_transfer_config`, and those of the MultiConnectors that are creating it.
 
-    The scheduler reads that of the outermost one. VLLM gives a child only a copy of its configuration, and sets no
-    current configuration while it creates the scheduler.
+    The scheduler reads the configuration of the outermost one. VLLM gives a child connector only a copy of its own
+    configuration, and sets no current configuration while it creates the scheduler. Therefore the call stack is searched.
     """
     configs, frame = [own], inspect.currentframe()
     while frame is not None:
@@ -320,7 +322,7 @@ def _configs_of_scheduler(own: Any) -> list[Any]:
 
 
 def _recompute_failed_loads(kv_transfer_configs: Sequence[Any]) -> None:
-    """Make a failed load a miss and never a failed request, whatever vLLM's default is.
+    """Set `kv_load_failure_policy` to `recompute`, so that a failed load is a miss and not a failed request.
 
     The scheduler reads the policy after it has created the connector.
     """
@@ -334,9 +336,10 @@ def _recompute_failed_loads(kv_transfer_configs: Sequence[Any]) -> None:
 
 
 def _defer_frees(kv_transfer_configs: Sequence[Any]) -> None:
-    """Prevent vLLM from giving blocks of a running step to a load. A producer of ours loads too.
+    """Set `kv_role` to `kv_both`, so that vLLM does not give blocks of a running step to a load.
 
-    The scheduler defers frees only for consumers, and reads the role after it has created the connector.
+    VLLM's scheduler defers frees only for consumers, but a producer with this connector loads too. The scheduler reads
+    the role after it has created the connector.
     """
     changed = [each for each in kv_transfer_configs if not each.is_kv_consumer]
     for config in changed:

@@ -19,9 +19,9 @@ from lmcache_async.types import Chunk, ChunkKey, Tokens
 logger = LimitedLogger(logging.getLogger(__name__))
 
 MAX_KNOWN = 8192
-"""Chunks whose tokens are kept for tiers that write them later."""
+"""Maximum number of chunks whose tokens are kept, because a tier may write them later."""
 MAX_NOTICES = 65536
-"""Notices that wait for a step of vLLM's; the oldest are dropped."""
+"""Maximum number of notices that wait for vLLM's next step. If there are more, the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ Notice: TypeAlias = Stored | Removed
 class Notices:
     """Collects the chunk events of one rank's tiers. Runs on the engine's loop, except `take`.
 
-    A key does not reveal its tokens, so chunks are announced with `know` before they reach a tier. There
-    are no notices of chunks that their token ids alone do not identify (with a salt, tags or images).
+    A key does not reveal its tokens, so chunks are announced with `know` before they reach a tier. Chunks
+    that token ids alone do not identify (with a salt, tags or images) are not reported as stored.
     """
 
     def __init__(self, chunk_size: int) -> None:
@@ -59,7 +59,7 @@ class Notices:
         self._new: deque[Notice] = deque(maxlen=MAX_NOTICES)
 
     def know(self, chunks: Sequence[Chunk], parent: bytes, lora_name: str | None) -> None:
-        """These consecutive chunks will be stored, or loaded and perhaps promoted to faster tiers.
+        """Announce consecutive chunks that will be stored, or loaded and perhaps promoted to faster tiers.
 
         Args:
             parent: Key of the chunk before the first one; empty for the first one of a prompt.
@@ -92,7 +92,7 @@ class Notices:
 
     def _add(self, notice: Notice) -> None:
         if len(self._new) == self._new.maxlen:
-            logger.report("full", "vLLM took no KV events; the oldest of %d are dropped", MAX_NOTICES)
+            logger.report("full", "vLLM does not take KV events; the oldest of %d are dropped", MAX_NOTICES)
         self._new.append(notice)
 
 
@@ -101,11 +101,11 @@ _SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK
 
 
 def kv_events(notices: Iterable[Notice], media: Mapping[str, Medium]) -> list[KVCacheEvent]:
-    """Notices as vLLM's KV events, for routers that send a prompt to where its prefix is stored.
+    """Return notices as vLLM's KV events, by which routers send a prompt to an engine that has its prefix.
 
-    There is one event for each stored chunk, and one for each group of removed chunks. Block hashes are our chunk
-    keys, a block is a chunk and its parent the chunk before it. Consumers map them by their token ids, as they do
-    with blocks of the device.
+    There is one event for each stored chunk, and one for each group of removed chunks. A block of an event is a chunk,
+    its hash is the chunk key, and its parent is the chunk before it. Consumers identify blocks by their token ids, as
+    they do with blocks of the device.
 
     Args:
         media: Where each tier stores records, by its id.
@@ -135,7 +135,7 @@ def _event(notice: Notice, stored_in: Medium) -> KVCacheEvent:
 
 
 def split_tokens(chunks_by_tier: Mapping[str, int], num_tokens: int) -> dict[str, int]:
-    """Split tokens in proportion to the hit's chunks. The parts add up to `num_tokens`; none is 0."""
+    """Split tokens over tiers in proportion to `chunks_by_tier`. The parts add up to `num_tokens`; none is 0."""
     total = sum(chunks_by_tier.values())
     split: dict[str, int] = {}
     given = counted = 0

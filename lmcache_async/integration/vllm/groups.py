@@ -17,10 +17,10 @@ class KVGroup:
     groups of full attention are stored in the same chunks.
 
     Attributes:
-        index: Position in vLLM's list of groups, and of the group's table among those of a request.
+        index: Index in vLLM's list of groups, and in the list of block tables of a request.
         window: Tokens that a query attends to, itself included; 0 without a sliding window.
-        local: Tokens of an attention chunk, which queries do not look beyond; 0 without chunked local attention.
-        state: Description of the recurrent state (Mamba, GDN, KDA), of which a block holds one; "" without.
+        local: Tokens of an attention chunk, to which the attention of a query is limited; 0 without chunked local attention.
+        state: Description of the recurrent state (Mamba, GDN, KDA); a block holds one state. "" for attention.
     """
 
     index: int
@@ -42,9 +42,9 @@ class KVGroup:
         return f"window={self.window}" if self.window else f"local={self.local}" if self.local else "full"
 
     def first_needed(self, num_tokens: int) -> int:
-        """First token, on a block boundary, whose block is needed to continue after `num_tokens` tokens.
+        """Return the first position, on a block boundary, that is needed to continue after `num_tokens` tokens.
 
-        Of a recurrent state this is the last block, which holds the state after all of these tokens.
+        For a recurrent state it is the start of the last block, which holds the state after all of these tokens.
         """
         first = 0
         if self.state:
@@ -60,9 +60,9 @@ class KVGroup:
 class HeadShard:
     """A part of the KV heads of a model. A rank has one or more, each with an engine and records of its own."""
 
-    index: int  # in the model, which has `shards`
+    index: int  # among the `shards` of the model
     shards: int
-    position: int  # in its rank, which has `shards_of_rank`
+    position: int  # among the `shards_of_rank` of its rank
     shards_of_rank: int
 
     def of_heads(self, heads: int) -> tuple[int, int]:

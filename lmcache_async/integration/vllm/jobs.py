@@ -38,12 +38,12 @@ class JobPart:
         group: Index of the KV group.
         start: Position of the first token; a multiple of the chunk size for full attention, else of the block size.
         tokens: Token ids, int32 in native byte order.
-        keys: Per rank (or shard of its KV heads), the keys of the chunks, 16 bytes each; empty if none is loaded and
-            all blocks fail.
+        keys: Per rank (or shard of its KV heads), the keys of the chunks, 16 bytes each; empty if no chunk can
+            be loaded, so that all blocks fail.
         texts: Extra text of the chunks that have one, by index in the part.
         block_ids: Block ids, int64; SKIP for a block that is not touched.
-        parents: Per rank, the key of the chunk before the first one; empty if that is the first of the prompt, and in
-            other groups than the leading one.
+        parents: Per rank, the key of the chunk before the first one; empty if there is none, and for stored partial chunks
+            and groups other than the leading one.
     """
 
     group: int
@@ -82,8 +82,8 @@ class Job:
     Attributes:
         job_id: Unique in the scheduler's process.
         epoch: Number of cache resets before the job was created.
-        layerwise: A load that the forward of the same step awaits, layer by layer.
-        hand_over: A store that is promised to another vLLM; the tiers' answers are reported.
+        layerwise: Whether the forward pass of the same step awaits this load, layer by layer.
+        hand_over: Whether this store is promised to another vLLM, so that the tiers' answers are reported.
         event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
     """
 
@@ -124,7 +124,9 @@ def load_job(
     *,
     chunk_size: int,
 ) -> Job:
-    """The chunks that overlap the span. Blocks outside the span are skipped, because vLLM has them already.
+    """Return a job that loads the chunks that overlap the span.
+
+    Blocks outside the span are not written: vLLM has those before it and computes those after it.
 
     `block_ids` is the block table of the request for each group, from its first token on.
     """
@@ -187,7 +189,7 @@ def _load_part(
 
 
 def _boundary_part(keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], group: KVGroup) -> JobPart:
-    """The chunks that a group other than full attention needs at the end of a span. Blocks before the span are skipped."""
+    """Return the chunks that a group other than full attention needs at the end of a span, without blocks before it."""
     start = group.first_needed(span.hit)
     first, last = start // group.block_size, span.hit // group.block_size
     known = max(0, span.local // group.block_size - first)
@@ -210,7 +212,7 @@ def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: b
 
 @dataclass(frozen=True)
 class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From each worker to the scheduler connector, once: where its lookup servers are reached over TCP.
+    """TCP addresses of the lookup servers of a worker, sent once to the scheduler connector.
 
     Attributes:
         local: The lookup server of the only rank, if the worker runs in the scheduler's process. It is not pickled.
@@ -225,10 +227,10 @@ class LookupAddress(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler connector to every worker connector, once per step.
+    """Message from the scheduler connector to every worker connector, sent once per step.
 
     Attributes:
-        awaited: Loads, by job, whose end the workers await before they end the step, because it computes nothing.
+        awaited: Job ids of the loads that the workers await before the end of the step, because it computes nothing.
         plans: Load decisions for the status page.
         step: Number of the step; the workers report its end. 0 for none.
     """
@@ -242,15 +244,15 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker connectors to the scheduler connector: progress of stores, by job, and the end of a step.
+    """Message from the worker connectors to the scheduler connector: progress of stores by job id, and the end of a step.
 
-    VLLM adds up the reports of all ranks in a step. The scheduler connector adds up the steps.
+    VLLM adds up the reports of all ranks of a step. The scheduler connector adds up those of all steps.
 
     Attributes:
         copied: Number of ranks (or shards of the KV heads) that no longer read the blocks of the store.
         answered: For stores to be handed over, the number of ranks whose tiers have answered.
-        unshared: Of these, the number of chunks that did not reach a tier that other processes read. A store whose chunks
-            the tiers had before is missing, because it does not show whether they accept writes.
+        unshared: For the same stores, the number of chunks that did not reach a tier that other processes read. Stores
+            whose chunks were all present before are left out, because they do not show whether tiers accept writes.
         notices: Chunks that the tiers of the first rank stored or removed.
         step: Number of the step that the report belongs to; 0 for none.
     """

@@ -144,9 +144,9 @@ class RequestKeys:
         return self.tokens[start * _TOKEN_BYTES : stop * _TOKEN_BYTES]
 
     def boundary_keys(self, group: KVGroup, boundary: int, before: Sequence[bytes] = ()) -> tuple[bytes, ...]:
-        """Per rank, the keys of what a group needs to continue after `boundary` hashed tokens, 16 bytes each.
+        """Return, per rank, the keys of the chunks that a group needs to continue after `boundary` hashed tokens.
 
-        These are the keys of the chunks from token `group.first_needed(boundary)` on, with a root of their own. `before` is
+        The chunks begin at token `group.first_needed(boundary)`. Their keys, 16 bytes each, have their own root. `before` is
         `keys_before(boundary)`, which is the same for all groups.
         """
         identity, secret = self.identity, self._hash_key
@@ -175,7 +175,7 @@ class RequestKeys:
         return tuple(made[pair] for pair in pairs)
 
     def keys_before(self, boundary: int) -> Sequence[bytes]:
-        """Per rank, the key of the full or partial chunk that ends at `boundary`, which is hashed."""
+        """Return, per rank, the key of the full or partial chunk that ends after `boundary` tokens, which must be hashed."""
         chunk_size = self.identity.chunk_size
         if known := self.keys_at(boundary, chunk_size):
             return known
@@ -204,7 +204,7 @@ class RequestKeys:
 
     @property
     def identity(self) -> Identity:
-        """Identity of the first rank. The ranks differ only in the root."""
+        """Identity of the first rank. The ranks differ only in their roots."""
         if self._identity is None:
             raise RuntimeError(f"the keys of request {self.request_id} were never opened")
         return self._identity
@@ -319,7 +319,7 @@ def _digest(keys: Sequence[bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Leading tokens of a request that a shared tier has, or will have shortly.
+    """Statement of a producer that a shared tier has, or will have shortly, leading tokens of a request.
 
     A promise travels through clients and proxies. It contains no secret, and the receiver checks every field.
 
@@ -328,7 +328,7 @@ class Promise:
         tokens: Number of promised tokens.
         namespace: Digest that distinguishes models, adapters and tenants.
         end: Digest that distinguishes prompts.
-        wait_s: Seconds after which tokens that are not stored will not be stored.
+        wait_s: Seconds after which missing tokens will not be stored any more.
     """
 
     request_id: str
@@ -369,20 +369,20 @@ class Promise:
     def doubt(self, keys: RequestKeys, chunk_size: int) -> str:
         """Return the reason why the promise is not for the request with these hashed keys; "" if it may be."""
         if self.tokens > keys.num_prompt_tokens:
-            return f"it is of {self.tokens} tokens, and the prompt has {keys.num_prompt_tokens}"
+            return f"it is for {self.tokens} tokens, but the prompt has only {keys.num_prompt_tokens}"
         digests = keys.digests(self.tokens, chunk_size)
         if digests is None:
-            return f"no chunk ends at {self.tokens} tokens here"
+            return f"no chunk of this request ends after {self.tokens} tokens"
         if digests[0] != self.namespace:
-            return "it is of another model, configuration, adapter or tenant"
-        return "" if digests[1] == self.end else "it is of another prompt"
+            return "it is for another model, configuration, adapter or tenant"
+        return "" if digests[1] == self.end else "it is for another prompt"
 
 
 class AdapterFingerprints:
-    """Fingerprints of LoRA adapters by content. Reads files; not for the scheduler's thread.
+    """Computes fingerprints of LoRA adapters from their files. Do not use it on the scheduler's thread.
 
-    The same adapter on two machines has one fingerprint. A changed adapter has another. With a cryptographic hash
-    algorithm tenants may be hostile and may bring their own adapters, so every byte of the files is hashed.
+    The same adapter has the same fingerprint on all machines, and a changed adapter has another one. A cryptographic hash
+    algorithm is set where hostile tenants may bring their own adapters, so every byte of the files is then hashed.
     """
 
     def __init__(self, algorithm: str = "xxh3_128") -> None:
@@ -391,7 +391,7 @@ class AdapterFingerprints:
         self._known: dict[Adapter, str] = {}
 
     def of(self, adapter: Adapter) -> str:
-        """The fingerprint of the adapter's files. If they cannot be read, a value that is never used again."""
+        """Return the fingerprint of the adapter's files. If they cannot be read, return a random value."""
         known = self._known.get(adapter)
         if known is None:
             known = self._read(adapter)
@@ -466,7 +466,7 @@ class MediaIdentity:
         """Whether the identifier always names the same content.
 
         If vLLM does not hash content, it still hashes its count together with the request's
-        `mm_processor_kwargs`. Such a hash cannot be told from a client's `uuid`, so neither is accepted.
+        `mm_processor_kwargs`. Such a hash cannot be distinguished from a client's `uuid`, so neither is accepted.
         """
         if not identifier or _COUNTER.fullmatch(identifier):
             return False

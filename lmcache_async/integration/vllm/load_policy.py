@@ -15,7 +15,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
-"""Fraction by which computing must be faster to be chosen: it takes the device from other requests, loading does not."""
+"""Fraction by which computing must be faster to be chosen. Unlike loading, it takes the device from other requests."""
 
 MIN_STEP_TOKENS = 128
 """Steps with fewer prompt tokens are too short to measure how fast the model computes prompts."""
@@ -24,16 +24,16 @@ MIN_RUNS = 3
 """Runs of steps that must be measured before a hit is computed instead of loaded. The first may include a warm-up."""
 
 _KEPT_RUNS = 16
-"""Runs that the rate is computed from."""
+"""Number of runs from which the rate is computed."""
 
 _MAX_RUN_STEPS = 8
-"""Steps of one run. A long prompt, or a queue of prompts, is split into several runs."""
+"""Maximum number of steps in a run. A long prompt, or a queue of prompts, is split into several runs."""
 
 _MAX_IN_FLIGHT = 256
-"""Steps whose end was not reported. VLLM plans at most one more than the pipeline has stages."""
+"""Maximum number of steps whose end was not reported. VLLM plans at most one step more than the pipeline has stages."""
 
-NO_PREFIX = "no tier has a prefix of it"
-LOCAL = "vLLM's own prefix cache has as much of it as the tiers"
+NO_PREFIX = "no tier has a prefix of the prompt"
+LOCAL = "vLLM's own prefix cache has as many tokens of the prompt as the tiers"
 
 
 Costs: TypeAlias = tuple[tuple[int, float], ...]
@@ -64,7 +64,7 @@ def unpack_costs(packed: object, chunks: int) -> Costs:
 
 
 def slowest(costs: Sequence[Costs], chunks: int) -> Costs:
-    """Cost of loading the first `chunks` chunks, if every rank has to finish."""
+    """Return the costs of loading the first `chunks` chunks on all ranks: at each end, those of the slowest rank."""
     ends = sorted({min(end, chunks) for each in costs for end, _ in each} - {0})
     return tuple((end, max(seconds_up_to(each, end) for each in costs)) for end in ends)
 
@@ -81,7 +81,7 @@ def seconds_up_to(costs: Costs, chunks: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step whose end was not reported. Its prompt tokens are 0 if it does not measure how fast prompts are computed."""
+    """A step whose end was not reported. `tokens` is its prompt tokens, or 0 if the step is not used for the measurement."""
 
     number: int
     planned: float
@@ -201,7 +201,7 @@ class LoadPolicy:
         self._always = always
 
     def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
-        """Load all of the hit, nothing of it, or the part up to the end of a tier's run.
+        """Decide to load all of the hit, nothing of it, or the part up to the end of a tier's run.
 
         A promised hit is loaded, because another vLLM has computed it for this one.
         """
@@ -247,7 +247,7 @@ class LoadPolicy:
         self._logger.log(
             logging.INFO,
             decided,
-            "request %s: decided=%s: of %d tokens of a hit %d are loaded: the first token after %.3f s, after %.3f s with all of them",
+            "request %s: decided=%s: of a hit of %d tokens %d are used: %.3f s to the first token, %.3f s with the whole hit",
             request_id,
             decided,
             hit.tokens,
@@ -258,7 +258,7 @@ class LoadPolicy:
 
 
 def _in_words(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:
-    """The times that were compared."""
+    """Return the compared times as a text."""
     all_of_it, none = times[hit.tokens], times[hit.local_tokens]
     first = f"{times[chosen]:.3f} s to the first token"
     if decided == "load":

@@ -1,7 +1,7 @@
 """Lookup client: hashes prompts and queries every rank, on a thread of its own.
 
-The scheduler's thread calls the public methods of `LookupClient`. Each takes constant time and does not block.
-Answers are collected with `take_answers`.
+The scheduler's thread calls the public methods of `LookupClient`. They do not block, except `close`, and take constant
+time, except `peek`. Answers are collected with `take_answers`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SENT_BOUNDARIES = 4
 message."""
 
 LAST_BLOCKS = 128
-"""Blocks at the end of a stored prefix of which each one may end a boundary that is queried. Of the tokens before them,
-whole chunks are queried: a boundary takes 20 to 100 us to hash."""
+"""Number of blocks at the end of a stored prefix where each block boundary is queried. Before them only the ends of
+chunks are queried, because a boundary takes 20 to 100 us to hash."""
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 2.0
@@ -63,17 +63,17 @@ _CLEAR_RETRY_S = 0.1
 FIRST_PAUSE_S = 0.002
 LAST_PAUSE_S = 0.064
 SPACING_S = 0.001
-"""Shortest mean time between two questions of all waiting requests together, for the case of a failed producer."""
+"""Shortest mean time between two queries of all waiting requests together. It bounds their rate if a producer has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup that was sent, under the unique name of its pins, for the leading `num_tokens` tokens of a request.
+    """A lookup of the leading `num_tokens` tokens of a request. `lookup_id` is unique and identifies its pins.
 
     Attributes:
-        epoch: Number of cache resets before it. An answer of an earlier epoch is void.
-        asked_at: Time on the monotonic clock.
-        promise: Promise of a producer for this request, which the lookup waits for up to `wait_s` from `asked_at` on.
+        epoch: Number of cache resets before the lookup. After a further reset its answer is not used.
+        asked_at: Time of the call on the monotonic clock.
+        promise: Promise of a producer for this request. The lookup waits for it until `wait_s` seconds after `asked_at`.
     """
 
     lookup_id: str
@@ -86,18 +86,19 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The part of a request that every rank has.
+    """The leading part of a request that is stored on every rank.
 
     Attributes:
         chunks: Leading full chunks.
         partial_tokens: Tokens of the partial chunk after them; 0 for none.
         partial_keys: Key of the partial chunk, by rank.
-        tiers: Number of records by the id of the tier that has them, on the first rank. A chunk has one in each group
-            of full attention.
-        pinned: A rank holds leases for this lookup until they are released.
-        resident: Every rank holds leases for the whole hit: all of it stays in host memory.
+        tiers: Number of records found in each tier, by tier id, on the first rank. A chunk has one in each group of full
+            attention.
+        pinned: Whether a rank may hold leases for this lookup, which have to be released.
+        resident: Whether every rank holds leases for the whole hit, so that it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
-        boundary: With several KV groups, the number of leading tokens that all of them have; None with one group.
+        boundary: With groups other than full attention, the number of leading tokens after which all groups can continue.
+            None if only full attention was looked up.
     """
 
     chunks: int = 0
@@ -124,8 +125,8 @@ class Answered:
     """The answer to a lookup.
 
     Attributes:
-        believed: The promise is of this model and this prompt.
-        queried_at: Time at which the query that gave the answer was sent, on the monotonic clock. Its pins began later.
+        believed: Whether the promise matches the model and the prompt of the request.
+        queried_at: Time at which the answered query was sent, on the monotonic clock. Its pins are not older.
         answered_at: Time at which the answer arrived.
     """
 
@@ -139,14 +140,15 @@ class Answered:
 
 @dataclass(slots=True)
 class PromiseCounts:
-    """Counts since the start.
+    """Counts of producers' promises since the start.
 
     Attributes:
-        promises: Requests with a promise that was believed.
-        doubted: Requests with a promise that cannot be theirs.
-        late: Promises that were not kept in time. What is stored is loaded and the rest computed.
+        promises: Lookups with a promise that matches the request and whose time had not passed.
+        doubted: Lookups with a promise that does not match the request.
+        kept: Promises that were kept in time.
+        late: Promises that were not kept in time. The stored tokens are loaded and the others computed.
         asks: Queries for the last promised chunk alone.
-        waiting: Requests that wait for their promise now.
+        waiting: Lookups that wait for a promise now.
     """
 
     promises: int = 0
@@ -161,9 +163,9 @@ class LookupClient:
     """Looks requests up on all ranks.
 
     Args:
-        addresses: Address of the lookup server of each rank; None for one that `set_addresses` will give.
-        groups: KV groups of the model, if there are others than one of full attention.
-        partial_chunks: Prompts are stored up to their last whole block, by producers of promises too.
+        addresses: Address of the lookup server of each rank; None if `set_addresses` sets it later.
+        groups: KV groups of the model; empty for a single group of full attention.
+        partial_chunks: Whether prompts are stored up to their last whole block, here and by producers of promises.
         hash_key: Secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
         loop: Loop to run on; None creates one on a thread of its own.
@@ -250,9 +252,10 @@ class LookupClient:
     def ask(
         self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
     ) -> Lookup:
-        """Hash `num_tokens` of the request and look them up, waiting up to `wait_s` for a promise.
+        """Start to hash and look up the first `num_tokens` tokens of the request.
 
-        Every lookup is released once with `release`.
+        The answer is delivered by `take_answers`, up to `wait_s` seconds later if it waits for the promise. The caller
+        must release every lookup once with `release`.
         """
         lookup = self._new_lookup(keys, num_tokens, promise, wait_s)
         if not self.ready:
@@ -264,11 +267,11 @@ class LookupClient:
         return lookup
 
     def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, Answered] | None:
-        """Look a new request up in memory of this process, on the calling thread. `keys` must not have been used.
+        """Hash a new request and look it up in host memory of this process, on the calling thread. `keys` must be new.
 
-        The answer is that of `ask`, but nothing is pinned, so it holds for the current step only. None if the worker runs
-        in another process, if a tier may have more and cannot say so at once, or if more than one query were needed;
-        then use `ask`.
+        The answer is that of `ask`, but nothing is pinned, so it is valid in the current step only. Return None if `ask`
+        has to be used instead: if the worker runs in another process, the request has an adapter, a slower tier may have
+        more of it, or a further query is needed.
         """
         identity = self.ranks[0].identity
         if self._local is None or identity is None or not self.ready:
@@ -296,32 +299,32 @@ class LookupClient:
         return Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
 
     def take_answers(self) -> list[Answered]:
-        """Answers that arrived since the last call."""
+        """Return the answers that arrived since the last call."""
         answers = []
         while self._answers:
             answers.append(self._answers.popleft())
         return answers
 
     def hash(self, keys: RequestKeys, num_tokens: int) -> None:
-        """Hash `num_tokens` of the request, without a lookup."""
+        """Start to hash the first `num_tokens` tokens of the request, without a lookup. No effect while not connected."""
         if self._connected and keys.requested < num_tokens and not keys.failed:
             keys.requested = num_tokens
             self._post(lambda: self._hash(keys, num_tokens))
 
     def release(self, lookup: Lookup, answer: Answer | None) -> None:
-        """Release the pins of a lookup, now or when it is answered. The answer is given if it was taken."""
+        """Release the pins of a lookup, now or when it is answered. `answer` is None if the answer was not taken yet."""
         if answer is None or answer.pinned:
             self._post(lambda: self._release(lookup.lookup_id))
 
     def reset(self, *, memory_only: bool) -> None:
-        """Start to clear every rank. Lookups are misses until all ranks are cleared."""
+        """Start to clear the tiers of every rank. Lookups are misses until all ranks are cleared."""
         self.epoch += 1
         epoch = self.epoch
         self._post(lambda: self._spawn(_repeated(lambda: self._clear_all(epoch, memory_only))))
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread. It is a daemon thread, so one that hangs does not prevent the process from exiting."""
-        self._local = None  # and with it the engine and its memory
+        """Stop the thread and wait up to `timeout_s` seconds for its end. A thread that hangs does not keep the process alive."""
+        self._local = None  # drops the reference to the engine and its memory
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
@@ -368,7 +371,7 @@ class LookupClient:
             call = self._calls.popleft()
             try:
                 call()
-            except Exception as error:  # one request must not end the thread
+            except Exception as error:  # a failed call must not end the thread
                 logger.log(
                     logging.ERROR, repr(error), "a task of the lookup client failed: %r", error, exc_info=True
                 )
@@ -438,7 +441,9 @@ class LookupClient:
 
     def _failed(self, keys: RequestKeys, error: Exception) -> None:
         keys.failed = True
-        logger.report("hash", "request %s is not cached: it has no keys: %s", keys.request_id, error)
+        logger.report(
+            "hash", "request %s is not cached: its chunk keys cannot be computed: %s", keys.request_id, error
+        )
 
     def _open(self, keys: RequestKeys, identities: Sequence[Identity]) -> None:
         adapter = keys.adapter
@@ -494,7 +499,7 @@ class LookupClient:
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> bool:
-    """Run a task of the client. Return whether it has ended without an unexpected error, which is logged."""
+    """Run a task of the client and log an unexpected error. Return whether there was none."""
     try:
         await work
     except Exception as error:  # it must not end the other tasks
@@ -517,7 +522,7 @@ async def _until_answered(rank: RankConnection, message: Message) -> None:
 class RankConnection:
     """Connection to the lookup server of one rank, reopened when it is lost. Runs on the client's loop.
 
-    `changed` is called after `identity` has changed, which is None while not connected.
+    `identity` is None while not connected. `changed` is called after each change of `identity`.
     """
 
     def __init__(self, rank: int, address: Address | None, changed: Callable[[], None]) -> None:
@@ -643,10 +648,12 @@ class RankConnection:
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A lookup that is not answered yet. It is abandoned if the scheduler has released it.
+    """A lookup that is not answered yet.
 
-    `ends` are, per rank, the partial chunks that can follow the last full chunk. `queried_at` is the time at which the
-    last answered query was sent.
+    Attributes:
+        ends: Per rank, the partial chunks that can follow the last full chunk.
+        queried_at: Time at which the last answered query was sent.
+        abandoned: Whether the scheduler has released the lookup or it has failed. Its pins are then released.
     """
 
     keys: RequestKeys
@@ -663,7 +670,7 @@ def pause_s(asks: int, waiting: int) -> float:
 
 
 class PromiseWaiter:
-    """Answers lookups: those with a promise when it is kept, or when its time has passed.
+    """Answers lookups. One with a promise is answered when the promise is kept, or when its time has passed.
 
     `timeout_s` is the deadline of one query.
     """
@@ -675,7 +682,7 @@ class PromiseWaiter:
         self.counts = PromiseCounts()
 
     async def answer(self, pending: PendingLookup) -> Answer:
-        """Return what is stored, after at most `wait_s` of the lookup and two queries.
+        """Return the stored part of the request, after at most `wait_s` of the lookup and the time of two queries.
 
         Raises:
             TimeoutError: The first query was not answered.
@@ -716,7 +723,7 @@ class PromiseWaiter:
         return answer
 
     async def _until_kept(self, pending: PendingLookup, promise: Promise, answer: Answer) -> Answer:
-        """Query the last promised chunk alone, and once it is stored, all of them."""
+        """Query the last promised chunk alone until it is stored or the time has passed, then all chunks."""
         keys, lookup = pending.keys, pending.lookup
         size = keys.identity.chunk_size
         last = keys.keys_at(promise.tokens, size)
@@ -758,7 +765,7 @@ class PromiseWaiter:
 
 
 class Query:
-    """Queries each rank for what is stored of a request."""
+    """Queries all ranks for the stored part of a request."""
 
     def __init__(
         self,
@@ -794,7 +801,7 @@ class Query:
         return await self._with_boundary(keys, lookup, answer)
 
     def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
-        """Answer a lookup at once from the memory of the only rank, in this process; None if other tiers may have more."""
+        """Look up in host memory of the only rank, which is in this process. None if the answer needs another query."""
         memory = server.memory()
         if memory is None or not self._has_chunks:
             return None
@@ -809,7 +816,7 @@ class Query:
         return answer if whole or memory.certain else None
 
     async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
-        """Whether every rank has the chunk of which `chunk` are the keys, by rank. Records in host memory are pinned."""
+        """Return whether every rank has the chunk with these keys, one per rank. Its records in host memory are pinned."""
         messages = [_first_message(lookup_id, [run]) for run in self._records(keys, chunk)]
         replies = await _ask_all(self.ranks, messages)
         return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
@@ -823,7 +830,7 @@ class Query:
         return answer.hit_tokens(chunk_size) >= tokens
 
     async def _with_boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> Answer:
-        """Add the longest part of a stored prefix after which every group can continue; 0 for none."""
+        """Return the answer with `boundary`: the longest stored prefix after which every group can continue, or 0."""
         left = self._candidates(keys, lookup, answer.hit_tokens(keys.identity.chunk_size))
         asked, pinned = FIRST_BOUNDARIES, answer.pinned
         while left:
@@ -841,15 +848,16 @@ class Query:
                     break
                 if len(positions) == 1:
                     return _at_boundary(replace(answer, pinned=pinned), some[positions.pop()], found)
-                some = some[max(positions) :]  # the ranks differ: one of them has nothing longer
+                some = some[max(positions) :]  # the ranks differ: one of them has none of the longer ones
             asked *= 4
         return replace(answer, boundary=0, pinned=pinned)
 
     def _candidates(self, keys: RequestKeys, lookup: Lookup, num_tokens: int) -> list[int]:
         """Positions in the first `num_tokens` tokens where a boundary may be stored, longest first.
 
-        These are all block boundaries of the last `LAST_BLOCKS` blocks, where an earlier prompt may have ended, and the
-        ends of chunks before them. VLLM offers recurrent states at any block boundary. One token is left to compute.
+        These are the block boundaries of the last `LAST_BLOCKS` blocks, where an earlier prompt may have ended, and the
+        ends of chunks before them. With recurrent states they are all block boundaries, because vLLM may offer a state at
+        any of them. At least one token is left to compute.
         """
         size, unit = keys.identity.chunk_size, self._unit
         last = min(num_tokens, lookup.num_tokens - 1) // unit * unit
@@ -859,7 +867,7 @@ class Query:
         return [*range(last, start, -unit), *range(start, 0, -size)]
 
     def _boundary_keys(self, keys: RequestKeys, boundaries: Sequence[int]) -> list[list[bytes]]:
-        """Per rank and boundary, the keys of what all groups other than full attention need there."""
+        """Return, per rank and boundary, the keys of the chunks that groups other than full attention need there."""
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
             before = keys.keys_before(boundary)
@@ -877,9 +885,9 @@ class Query:
     ) -> Answer:
         """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
 
-        A chunk has one record in each group of full attention. The boundaries at the end of the request and, with one
-        such group, the partial chunks there are part of the first message, so a full hit takes one message. The answer
-        has a boundary only if every rank has found the same one of these.
+        A chunk has one record in each group of full attention. The first message also contains the last boundaries of
+        the request and, with one such group, the partial chunks at its end, so a full hit takes one message. The answer
+        has a boundary only if all ranks have found the same one of these.
         """
         chunks, records = lookup.num_tokens // keys.identity.chunk_size, 1 + len(self._further)
         packed = self._records(keys, keys.packed_keys(0, chunks))
@@ -947,7 +955,7 @@ class Query:
         candidates: Sequence[Sequence[Chunk]],
         ranks: Sequence[RankConnection | _LocalRank],
     ) -> list[Message] | None:
-        """Query which partial chunk each rank has; an empty list if there are no candidates."""
+        """Return each rank's answer to which partial chunk it has; empty without candidates, None if one is missing."""
         if not candidates[0]:
             return []
         size = (1 + len(self._further)) * KEY_BYTES
@@ -958,7 +966,7 @@ class Query:
         return await _ask_all(ranks, messages)
 
     def _records(self, keys: RequestKeys, leading: Sequence[bytes]) -> Sequence[bytes]:
-        """Per rank, the keys of all records of chunks: chunk by chunk, one for each group of full attention."""
+        """Return, per rank, the keys of all records of chunks: for each chunk, one per group of full attention."""
         if not self._further:
             return leading
         groups = [leading, *(keys.chunk_keys(group, leading) for group in self._further)]
@@ -970,7 +978,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class _LocalRank:
-    """Stands for the connection to a rank in this process. A call does not suspend."""
+    """Replaces `RankConnection` for a rank in this process. `call` does not suspend."""
 
     call: Callable[[Message], Coroutine[Any, Any, Message | None]]
 
@@ -986,7 +994,7 @@ def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
-    """Ask for the first of these runs of keys that is stored completely."""
+    """Return a query for the first of these runs of keys that is stored completely."""
     return {
         "op": "first",
         "lookup_id": lookup_id,
@@ -1001,12 +1009,12 @@ def _lengths(runs: Sequence[bytes]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """The first of several runs of keys that a rank has.
+    """The first of several runs of keys that a rank has completely.
 
     Attributes:
-        position: -1 for none.
-        pinned: Some records of the run are pinned in host memory.
-        resident: All of them are.
+        position: Index of the run; -1 for none.
+        pinned: Whether some records of the run are pinned in host memory.
+        resident: Whether all of its records are pinned.
     """
 
     position: int
@@ -1036,7 +1044,7 @@ def _by_chunk(costs: Costs, records: int) -> Costs:
 
 
 def _agreed(candidates: Sequence[Sequence[Chunk]], firsts: Sequence[int]) -> list[Chunk]:
-    """The partial chunk, by rank, that all ranks have; empty if theirs differ."""
+    """Return the partial chunk that all ranks have, with the keys of each rank; empty if the ranks differ."""
     if not firsts or min(firsts) < 0 or len(set(firsts)) > 1:
         return []
     return [chunks[first] for chunks, first in zip(candidates, firsts, strict=True)]
@@ -1064,7 +1072,7 @@ def _tiers(reply: Message) -> dict[str, int]:
     if not isinstance(tiers, dict) or not all(
         isinstance(name, str) and type(count) is int for name, count in tiers.items()
     ):
-        raise ValueError(f"a rank answered tiers={tiers!r:.40}, expected chunks by tier name")
+        raise ValueError(f"a rank answered tiers={tiers!r:.40}, expected numbers of records by tier id")
     return tiers
 
 

@@ -54,7 +54,7 @@ Message: TypeAlias = dict[str, Any]
 
 _MAX_CONNECTIONS = 16  # one scheduler connects; the others are connections that it has lost
 _MAX_REQUESTS = 256  # of one connection at the same time; more wait in its socket
-_MAX_REQUEST_BYTES = 32 << 20  # the same in bytes, one more request allowed
+_MAX_REQUEST_BYTES = 32 << 20  # the same in bytes; the last request may exceed it
 _RETRY_S = 0.05
 _SECRET_BYTES = 32
 _PROOF_BYTES = 32
@@ -80,9 +80,9 @@ Address: TypeAlias = Path | TCPAddress
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Answer of a rank to `hello`: everything that is needed to compute the rank's keys.
+    """Answer of a rank to `hello`: everything besides the hash key that is needed to compute the rank's keys.
 
-    `root` is that of the chunk keys, `group_roots` are those of the namespaces of the KV groups.
+    `root` is the root of the chunk keys. `group_roots` are the roots of the namespaces of the KV groups.
     """
 
     protocol: int
@@ -244,7 +244,7 @@ def _check_base(base: Path) -> None:
     except OSError as error:
         raise ConfigError(f"vllm.socket_dir: {base} cannot be used: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
-        raise ConfigError(f"vllm.socket_dir: {base} is no directory")
+        raise ConfigError(f"vllm.socket_dir: {base} is not a directory")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigError(
             f"vllm.socket_dir: {base} has mode {stat.S_IMODE(mode):04o}, so other users may replace its content:"
@@ -307,9 +307,9 @@ class Engine(Lookups, Protocol):
 class LookupServer:
     """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
 
-    `address` is the path of the socket, or the host to listen at over TCP. `clear` is called with the new epoch and
-    whether only memory is cleared. `memory` returns a lookup in host memory for any thread. `tcp_address` is known once
-    the server is started.
+    `address` is the path of the socket, or the host to listen on over TCP. `clear` is called with the new epoch and
+    whether only memory is cleared. `memory` returns a lookup in host memory that any thread may use. `tcp_address` is
+    set when the server is started over TCP.
     """
 
     def __init__(
@@ -332,10 +332,10 @@ class LookupServer:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._running: Counter[str] = Counter()  # lookups that may still pin
         self._closing = False
-        self._released: set[str] = set()  # lookups of these that were released meanwhile
+        self._released: set[str] = set()  # lookups in `_running` that were released meanwhile
 
     async def start(self, *, wait_s: float = 5.0) -> None:
-        """Listen, after at most `wait_s` for a former process to close its socket.
+        """Start to listen. Wait up to `wait_s` seconds for an earlier process to close its socket.
 
         Raises:
             ConfigError: A running process listens there, or the socket cannot be created.
@@ -404,7 +404,7 @@ class LookupServer:
         task.add_done_callback(lambda task: self._connections.pop(task).close())
 
     def _say_goodbye(self) -> None:
-        """Announce the end, because workers stop before the scheduler does."""
+        """Tell clients that the server closes, because workers stop before the scheduler."""
         for writer in self._connections.values():
             if not writer.is_closing():
                 writer.write(encode({"op": "goodbye"}))
@@ -445,7 +445,7 @@ class LookupServer:
             await writer.drain()  # a peer that does not read is not served further
 
     async def answer(self, message: Message, lookups: Lookups) -> Message:
-        """Answer a `lookup` or `first`. With `memory` as `lookups` it does not suspend, and any thread may call it."""
+        """Answer a `lookup` or `first`. If `lookups` is from `memory`, it does not suspend and any thread may call it."""
         match message:
             case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
                 runs, counts = message.get("boundary_keys", b""), message.get("boundary_counts", b"")
@@ -467,7 +467,7 @@ class LookupServer:
         return await self.answer(message, self._engine)
 
     def _claim(self, message: Message) -> str | None:
-        """The lookup id that this message may pin for. Its `unpin` may be served before the message."""
+        """Return the lookup id for which the message may pin chunks. Its `unpin` may be served before the message."""
         match message:
             case {"op": "lookup" | "first", "lookup_id": str(lookup_id)}:
                 self._running[lookup_id] += 1
@@ -475,7 +475,7 @@ class LookupServer:
         return None
 
     def _served(self, load: _Load, nbytes: int, lookup_id: str | None, _: object) -> None:
-        """A message was answered or given up. Unpin if the lookup was released meanwhile."""
+        """Note that a message was answered or cancelled. Unpin if its lookup was released meanwhile."""
         load.remove(nbytes)
         if lookup_id is None:
             return
@@ -548,7 +548,7 @@ class _Load:
 
 
 async def _listener(path: Path) -> int | None:
-    """Process id of the running process that listens at `path`; None if there is none."""
+    """Return the id of the process that listens on `path`, 0 if in another PID namespace; None if there is none."""
     try:
         async with asyncio.timeout(1.0):
             _, writer = await asyncio.open_unix_connection(path)

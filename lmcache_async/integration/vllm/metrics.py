@@ -39,7 +39,7 @@ class _LoadTokens:
 
 
 class SchedulerMetrics(Metrics):
-    """Counts of the scheduler's thread, a few additions per request.
+    """Metrics that the scheduler's thread counts, with a few additions per request.
 
     Args:
         policy: Decides between loading and recomputation, and counts its decisions.
@@ -113,7 +113,7 @@ class SchedulerMetrics(Metrics):
             self._saved_s.add(max(0.0, computed))
 
     def take(self) -> Samples:
-        """Return what was counted since the last call. If that is nothing, only two numbers are compared."""
+        """Return the changes since the last call. If nothing has changed, the call only compares two numbers."""
         decided, promises = self._policy.counts.total(), self._promises()
         promised = promises.kept + promises.late + promises.doubted
         if not self._changed and (decided, promised) == (self._decided, self._promised):
@@ -140,11 +140,11 @@ class SchedulerMetrics(Metrics):
 
 
 Part: TypeAlias = list[Any]
-"""The source, and its samples as of `Samples.to_plain`."""
+"""Name of the source, and its samples as returned by `Samples.to_plain`."""
 
 PARTS = "parts"
 MAX_PARTS = 64
-"""More parts are added up: vLLM collects them for ten seconds for a line of its log."""
+"""Maximum number of parts in a message. More are merged, because vLLM collects them for ten seconds for its log line."""
 
 _EXPORTED = (*ENGINE_SERIES, *SCHEDULER_SERIES)
 
@@ -193,7 +193,7 @@ def added_up(parts: Sequence[Part]) -> Samples:
 
 
 def summary(samples: Samples) -> dict[str, int | float]:
-    """Short names, as in vLLM's log line, and values of the interval. Zeros are left out."""
+    """Return the values of the interval by a short name, for vLLM's log line. Zeros are left out."""
     total = samples.total
     load_s, copy_s = total("retrieve_seconds"), total("store_copy_seconds")
     load_bytes, store_bytes = total("retrieve_bytes_total"), total("store_bytes_total")
@@ -214,7 +214,7 @@ def summary(samples: Samples) -> dict[str, int | float]:
 
 
 class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Our series on vLLM's /metrics, with vLLM's labels before ours. A failure is logged and a series is missing."""
+    """Our series on vLLM's /metrics, with vLLM's labels before ours. A series that cannot be created is left out."""
 
     def __init__(
         self,
@@ -281,10 +281,10 @@ class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 def observations(
     bounds: Sequence[float], counts: Sequence[float], total: float
 ) -> Iterator[tuple[float, int]]:
-    """Values, and how often to observe each, that fall in these buckets and add up to `total`.
+    """Yield values with their numbers of observations, which fall in these buckets and add up to `total`.
 
-    Prometheus' client accepts only single observations. If `total` does not fit the counts, the sum is as near to
-    it as they allow.
+    The Prometheus client accepts only single observations. If the counts do not allow `total`, the sum is the nearest
+    possible one.
     """
     edges = list(pairwise((0.0, *bounds)))
     least = sum(count * low for count, (low, _) in zip(counts, edges, strict=False))
@@ -302,7 +302,7 @@ def observations(
 
 
 def _unregister() -> None:
-    """Remove the metrics of a former engine in this process, as vLLM does with its own."""
+    """Remove the metrics of an earlier engine in this process, as vLLM does with its own."""
     for collector in list(getattr(REGISTRY, "_collector_to_names", ())):
         if str(getattr(collector, "_name", "")).startswith(PREFIX):
             REGISTRY.unregister(collector)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lmcache_async.integration.vllm.request import RequestTracker
 
 WAIT_S = 10.0
-"""Longest wait of a request for the end of a step in which another connector loads tokens that it shares."""
+"""Longest time that a request waits for the end of a step in which another connector loads tokens that both share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class _Load:
 
 
 class OtherLoads:
-    """Loads of other connectors in the step that uses the KV: what may be wrong is not stored.
+    """Loads of other connectors in the step that uses the KV. KV that may be wrong is neither stored nor shared.
 
-    Such a load has a place in vLLM's prefix cache before its step has run, and its failure is known after the step.
-    With asynchronous scheduling the next steps are planned meanwhile. Therefore no other request uses these blocks
-    until the step has ended. If the load failed, they leave the prefix cache, and so does what vLLM computes for the
-    request from then on: vLLM may compute it at wrong positions (vLLM #49250).
+    The blocks of such a load are in vLLM's prefix cache before its step has run, and a failure is known only after the
+    step. With asynchronous scheduling the next steps are planned meanwhile. Therefore no other request uses these
+    blocks until the step has ended. If the load failed, its blocks are removed from the prefix cache. Blocks that vLLM
+    computes for the request afterwards are removed too, because their positions may be wrong (vLLM #49250).
 
     Args:
         blocks_after: Returns the ids of a request's blocks after a number of tokens; none if it has no blocks.
@@ -55,9 +55,9 @@ class OtherLoads:
         self._failed: dict[str, int] = {}  # tokens before the failed load, by request
 
     def matched(self, tracker: RequestTracker, now: float) -> bool:
-        """VLLM has looked for the request in its prefix cache. Return whether the request has to wait.
+        """Note that vLLM has looked up the request in its prefix cache. Return whether the request has to wait.
 
-        The wait ends with the step that fills the blocks. If that takes too long, the request is not stored.
+        The wait ends with the step that fills the blocks. After `WAIT_S` the request continues and is not stored.
         """
         self._matched.add(tracker.request_id)
         self._find_starting()
@@ -71,12 +71,12 @@ class OtherLoads:
         return False
 
     def admitted(self, tracker: RequestTracker) -> None:
-        """VLLM is about to admit the request. Its number of computed tokens is known at the next call."""
+        """Note that vLLM is admitting the request. Its number of computed tokens is known at the next call."""
         if tracker.request_id in self._matched:  # otherwise its load has ended
             self._admitted.append(tracker)
 
     def planned(self, scheduled: Collection[str], step: int, now: float, *, may_load: bool) -> None:
-        """A step was planned. Requests whose tokens another connector loads in it are not stored.
+        """Note that a step was planned. Requests with tokens that another connector loads in the step are not stored.
 
         Args:
             scheduled: Ids of the requests in the step.
@@ -94,7 +94,7 @@ class OtherLoads:
         self._evict_failed()
 
     def step_ended(self, step: int, bad_blocks: set[int]) -> None:
-        """The ranks have reported the end of a step, and the blocks that were to be loaded and were not."""
+        """Note that the ranks have reported the end of a step. `bad_blocks` are the ids of blocks that were not loaded."""
         loads, self._loads = self._loads, []
         for load in loads:
             if load.blocks & bad_blocks:
@@ -106,7 +106,7 @@ class OtherLoads:
         self._evict_failed()
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, and vLLM frees its blocks after this call."""
+        """Evict the blocks of a failed load and forget the request. VLLM frees its blocks after this call."""
         self._evict_failed()
         self._failed.pop(request_id, None)
 

@@ -1,4 +1,4 @@
-"""Registration of the connector with vLLM, which calls it in each of its processes."""
+"""Registration of the connector with vLLM, which calls `register` in each of its processes."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from lmcache_async.types import Decided, RequestPlan
 logger = LimitedLogger(logging.getLogger(__name__))
 
 MAX_JOB_CHUNKS = 32
-"""Longest store job. The blocks of a job are unpinned together, so a long prefill is stored by several jobs."""
+"""Maximum number of chunks in a store job. Its blocks are unpinned together, so several jobs store a long prefill."""
 
 MISS_AGE_S = 2.0
-"""Age at which the lookup of a request that is not a full hit is repeated: its prefix may have been stored since."""
+"""Age at which a lookup without a full hit is repeated, because the prefix may have been stored since."""
 
 _TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key
 
@@ -48,7 +48,7 @@ class RequestOptions:
     """Options in the `kv_transfer_params` of a request. Other keys are ignored.
 
     LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names. With `hand_over` another
-    vLLM continues the request and needs a promise; `promise` is that of a producer for this request.
+    vLLM continues the request and needs a promise. `promise` is the promise of a producer for this request.
     """
 
     load: bool = True
@@ -130,7 +130,7 @@ class RequestPolicy:
         return any(group.state for group in self.groups)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Number of blocks with these tokens, of the groups that are stored chunk by chunk."""
+        """Return the number of blocks of `num_tokens` tokens, over all groups that are stored chunk by chunk."""
         return sum(num_tokens // group.block_size for group in self.groups if group.is_full)
 
     def tail_tokens(self, num_prompt_tokens: int) -> int:
@@ -139,10 +139,10 @@ class RequestPolicy:
         return rest - rest % self.block_size if self.partial_chunks and self.has_chunks else 0
 
     def boundaries(self, num_prompt_tokens: int) -> list[int]:
-        """Positions where a later request can continue a prompt: the same prompt again, and a longer one.
+        """Return the positions where the same prompt or a longer one can continue, ascending.
 
         At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
-        chunks. With a recurrent state they are the boundaries that vLLM offers, see `RequestTracker.states_offered`.
+        chunks. With a recurrent state none is known in advance; see `RequestTracker.states_offered`.
         """
         if self.only_full or self.has_states:
             return []
@@ -181,7 +181,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The answer to vLLM's question for external tokens; `tokens` is None if vLLM has to ask again.
+    """The number of external tokens that is offered to vLLM; `tokens` is None if vLLM has to ask again.
 
     `late` is set once, when the lookup has become late and is treated as a miss.
     """
@@ -193,9 +193,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Whether a lookup has to be asked before an offer can be made, and the former lookup if it still holds pins.
+    """Action: send a new lookup before an offer if `ask` is set, and release the former lookup if it still holds pins.
 
-    `repeated` means that the lookup is only repeated because of its age.
+    `repeated` is set if the former lookup is only repeated because of its age.
     """
 
     ask: bool
@@ -208,8 +208,8 @@ class Admission:
     """A request was admitted by vLLM's scheduler.
 
     Attributes:
-        result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if the request has none to count.
-        tiers: Number of chunks of the hit by tier id.
+        result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if none is counted.
+        tiers: Number of records of the hit by tier id.
         first: The request was not admitted before.
     """
 
@@ -223,8 +223,8 @@ class Admission:
 class LoadSpan:
     """Action: load the tokens `local`..`hit`, both on block boundaries.
 
-    Without an answer the load cannot be planned, and all its blocks fail. A layer-wise load is part of the step that
-    uses it.
+    If `answer` is None, the load cannot be planned and all of its blocks fail. A layer-wise load is part of the step
+    that uses it.
     """
 
     local: int
@@ -235,7 +235,7 @@ class LoadSpan:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpan:
-    """Action: store the chunks `first`..`stop`, with `num_tokens` tokens in whole blocks.
+    """Action: store the chunks `first`..`stop` (exclusive), with `num_tokens` tokens in whole blocks.
 
     Attributes:
         is_tail: The single chunk is the partial end of the prompt.
@@ -278,7 +278,7 @@ class _StoreCursor:
     stored_skipped: bool = False  # chunks that the lookup found are not stored again
     first_chunks: dict[int, int] = field(default_factory=dict)  # by job, if the request is handed over
     lost_chunk: int | None = None  # first chunk that did not reach a shared tier
-    boundaries: dict[int, int] = field(default_factory=dict)  # the same, of stored boundaries
+    boundaries: dict[int, int] = field(default_factory=dict)  # by job, if the request is handed over
 
 
 class RequestTracker:
@@ -314,7 +314,7 @@ class RequestTracker:
         self._promise = promise
         self._tail_tokens = policy.tail_tokens(keys.num_prompt_tokens)
         self._lookup: _LookupState | None = None
-        # The lookup was repeated because of its age, and not offered since: steps may take longer than any age.
+        # The lookup was repeated because of its age and not offered since. It is then not repeated again, however old it is.
         self._repeated = False
         self._promise_until: float | None = None  # on the monotonic clock, from the first lookup on
         self._keys_until: float | None = None
@@ -343,7 +343,7 @@ class RequestTracker:
         return self._request.num_tokens
 
     def known_after(self, scheduled_tokens: int) -> int:
-        """Known tokens whose KV is computed once `scheduled_tokens` more tokens are."""
+        """Return the number of known tokens whose KV is computed after `scheduled_tokens` further tokens."""
         return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
 
     @property
@@ -353,26 +353,26 @@ class RequestTracker:
 
     @property
     def loaded_by_another(self) -> bool:
-        """Whether the first step after `local_found` has tokens that another connector of a MultiConnector loads."""
+        """Whether another connector of a MultiConnector loads tokens in the first step after `local_found`."""
         return not self.is_loading and self._request.num_computed_tokens > self._local_tokens
 
     def shares(self, other: RequestTracker, start: int) -> bool:
-        """Whether vLLM may have found the block of `other` after `start` tokens in its own prefix cache for this request."""
+        """Return whether the prefix that vLLM has for this request may include the block of `other` after `start` tokens."""
         stop = start + self._policy.block_size
         return self._local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
 
     @property
     def hit_tiers(self) -> Mapping[str, int]:
-        """Number of chunks of the hit by the id of the tier that has them."""
+        """Number of records of the hit in each tier, by tier id."""
         answer = self._lookup.answer if self._lookup is not None else None
         return answer.tiers if answer is not None else {}
 
     # Lookup
 
     def promise_to_wait_for(self, now: float) -> tuple[Promise | None, float]:
-        """The promise, and how long a lookup that is sent now may wait for it.
+        """Return the promise, and the seconds that a lookup sent now may wait for it.
 
-        The time of the promise starts with the first lookup.
+        The waiting time starts with the first lookup.
         """
         if self._promise is None:
             return None, 0.0
@@ -385,13 +385,13 @@ class RequestTracker:
         self.load_failed = self._cursor.stored_skipped = False
 
     def lookup_answered(self, answered: Answered) -> None:
-        """An answer of an earlier lookup of the request has no effect."""
+        """Note the answer of the current lookup. The answer of an earlier lookup has no effect."""
         state = self._lookup
         if state is not None and state.lookup.lookup_id == answered.lookup_id:
             state.answered = answered
 
     def local_found(self, local_tokens: int) -> None:
-        """VLLM found `local_tokens` leading tokens in its own prefix cache."""
+        """Note that vLLM found `local_tokens` leading tokens in its own prefix cache."""
         self._local_tokens = local_tokens
 
     @property
@@ -402,9 +402,9 @@ class RequestTracker:
         )
 
     def waits_for_keys(self, now: float, *, connected: bool) -> bool:
-        """Whether vLLM has to ask again because a request to be handed over has no keys yet.
+        """Return whether vLLM has to ask again, because the request is to be handed over and has no keys yet.
 
-        If vLLM has nearly all of the request, it ends within one step, and without keys nothing can be promised.
+        If vLLM has nearly all of the prompt, the request ends within one step, and nothing can be promised without keys.
         """
         hashed = self.keys.failed or self.keys.num_hashed >= self.keys.num_prompt_tokens
         if not self.hands_over or hashed or not connected:
@@ -414,9 +414,10 @@ class RequestTracker:
         return now < self._keys_until
 
     def refresh_lookup(self, now: float, epoch: int, *, may_repeat: bool) -> Refresh:
-        """Whether the request needs a new lookup.
+        """Return whether the request needs a new lookup.
 
-        It does if the last one is released, of another epoch, of the request before a preemption, or too old.
+        It does if the last lookup was released, is of another epoch, was sent before a preemption, or is too old. After a
+        failed load it does only if the request was preempted.
         """
         state = self._lookup
         if state is None:
@@ -433,7 +434,7 @@ class RequestTracker:
         return Refresh(ask=True, release=state.release(), repeated=repeated)
 
     def offer(self, now: float, *, ready: bool) -> Offer:
-        """External tokens for vLLM, from the current lookup. Without a ready client there are none."""
+        """Return the external tokens for vLLM, from the current lookup. There are none if the client is not ready."""
         state = self._lookup
         if state is None or self.load_failed or not ready:
             return Offer(0)
@@ -468,7 +469,7 @@ class RequestTracker:
         return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
 
     def _worth(self, state: _LookupState, answered: Answered) -> int:
-        """Leading tokens that are worth loading. Decided once for each number of local tokens."""
+        """Return the number of leading tokens worth loading. It is decided anew when the number of local tokens changes."""
         if state.verdict is None or state.verdict_local != self._local_tokens:
             answer = answered.answer
             hit = Hit(
@@ -485,7 +486,7 @@ class RequestTracker:
     # Admission and loads
 
     def admitted(self, load_tokens: int) -> Admission:
-        """VLLM allocated blocks for the request, `load_tokens` of them for external tokens."""
+        """Note that vLLM allocated blocks for the request, including those of `load_tokens` external tokens."""
         first, self._admitted = not self._admitted, True
         state = self._lookup
         answer = state.answer if state is not None else None
@@ -504,11 +505,11 @@ class RequestTracker:
         return Admission(self._result(state, hit), plan, answer.tiers if answer is not None else {}, first)
 
     def lookup_unused(self) -> Release | None:
-        """Nothing is loaded, so the lookup's pins are not needed."""
+        """Return the release of the lookup's pins if nothing is being loaded; None if there is nothing to release."""
         return self._lookup.release() if self._lookup is not None and not self.is_loading else None
 
     def load_started(self, load_tokens: int) -> LoadSpan:
-        """VLLM waits for `load_tokens` tokens after the local ones.
+        """Note that vLLM waits for `load_tokens` tokens after the local ones. Return the load.
 
         Raises:
             RuntimeError: These tokens were never offered.
@@ -521,16 +522,16 @@ class RequestTracker:
         return LoadSpan(self._local_tokens, hit, state.answer, self._layerwise)
 
     def load_impossible(self) -> LoadSpan | None:
-        """A load that vLLM waits for cannot be planned; None if a load is running already."""
+        """Return a load that fails, because vLLM waits for a load that cannot be planned; None if one is running already."""
         if self.is_loading:
             return None
         self.is_loading, self._load_lookup = True, self._lookup
         return LoadSpan(self._local_tokens, self._local_tokens, None, self._layerwise)
 
     def load_tokens_failed(self, first_token: int) -> bool:
-        """Tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
+        """Note that tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
 
-        Returns whether this is the first failure of the load.
+        Return whether this is the first failure of the load.
         """
         first, self.load_failed = not self.load_failed, True
         self._cursor.next_chunk = min(self._cursor.next_chunk, first_token // self._policy.chunk_size)
@@ -540,7 +541,7 @@ class RequestTracker:
         return first
 
     def load_ended(self) -> Release | None:
-        """Every rank has finished the load, or the step of a layer-wise load has ended."""
+        """Note that every rank has finished the load, or its step has ended if it is layer-wise. Return the pins' release."""
         self.is_loading = False
         state, self._load_lookup = self._load_lookup, None
         return state.release() if state is not None else None
@@ -556,7 +557,7 @@ class RequestTracker:
         if not self.looks_up:
             return "off", "nothing is looked up for this request"
         if self.local_suffices:
-            return "local", "vLLM has all of it that it can use"
+            return "local", "vLLM has every cached token that it can use"
         if state is None or state.answer is None:
             return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"
         if state.verdict is None:
@@ -566,9 +567,9 @@ class RequestTracker:
     # Stores
 
     def skip_stored(self, epoch: int) -> None:
-        """Do not store again what the lookup found.
+        """Exclude chunks that the lookup found from the stores.
 
-        Chunks that were computed although a tier has them are stored, because they may reach a faster tier.
+        Chunks that are computed although a tier has them are stored, because they may reach a faster tier.
         """
         state, cursor = self._lookup, self._cursor
         if cursor.stored_skipped or state is None or state.answer is None or state.lookup.epoch != epoch:
@@ -600,7 +601,8 @@ class RequestTracker:
 
         Args:
             in_flight: Chunks that other requests are storing, by their keys of the first rank: the job, or 0 if the tiers'
-                answer to it is not reported. They are skipped. If this request is handed over, it depends on that answer.
+                answers to it are not reported. These chunks are skipped; if this request is handed over, only those of
+                jobs whose answers are reported, because its promise depends on them.
             room: Number of blocks that may still be pinned. Chunks that do not fit wait for a later step.
         """
         full, tail = self._due(computed_tokens)
@@ -610,7 +612,7 @@ class RequestTracker:
     def plan_boundaries(self, computed_tokens: int) -> list[int]:
         """Boundaries that a step reaches, at which the groups other than full attention are stored.
 
-        They are planned once: later the blocks may not exist any more.
+        Each is planned once, because its blocks may not exist any more later.
         """
         due = self._due_boundaries(computed_tokens)
         self._boundaries = self._boundaries[len(due) :]
@@ -618,7 +620,7 @@ class RequestTracker:
 
     @property
     def shared_tokens(self) -> int:
-        """Leading tokens, in whole chunks, that another request had too, if they are more than the hit; else 0."""
+        """Number of leading tokens in chunks that another request has stored, if more than the usable hit; else 0."""
         answer = self._lookup.answer if self._lookup is not None else None
         if answer is None or not self._policy.has_chunks:
             return 0
@@ -627,7 +629,7 @@ class RequestTracker:
         return shared if shared > max(answer.hit_tokens(size), self._local_tokens) else 0
 
     def states_offered(self, boundaries: Iterable[int]) -> None:
-        """VLLM has the recurrent states after these numbers of tokens, for the stores of this step only."""
+        """Note the numbers of tokens after which vLLM has the recurrent states, for the stores of this step only."""
         prompt, known = self.keys.num_prompt_tokens, self._known_boundary
         self._boundaries = sorted(
             boundary
@@ -638,7 +640,7 @@ class RequestTracker:
         )
 
     def junction_found(self, num_tokens: int) -> None:
-        """Other requests share `num_tokens` leading tokens, so they can continue at the end of a chunk before."""
+        """Add a boundary at the last end of a chunk within `num_tokens` leading tokens, which other requests share."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
         if boundary and not (
             self._policy.only_full or self._policy.has_states or boundary in self._boundaries
@@ -646,9 +648,9 @@ class RequestTracker:
             self._boundaries = sorted([*self._boundaries, boundary])
 
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
-        """The request ends. Plan the remaining stores, also of chunks that have no keys yet.
+        """Plan the remaining stores of a request that ends, also of chunks that have no keys yet.
 
-        Returns the stores, and the number of chunks that are dropped because they do not fit in `room`.
+        Return the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
         full, tail = self._due(computed_tokens)
         spans = self._spans(full, tail, {}, room)
@@ -664,7 +666,7 @@ class RequestTracker:
             self._cursor.boundaries[job_id] = boundary
 
     def store_not_shared(self, job_id: int) -> None:
-        """Chunks of the store did not reach a tier that other processes read."""
+        """Note that chunks of the store did not reach a tier that other processes read."""
         cursor = self._cursor
         cursor.boundaries.pop(job_id, None)
         first = cursor.first_chunks.get(job_id)
@@ -672,7 +674,10 @@ class RequestTracker:
             cursor.lost_chunk = first if cursor.lost_chunk is None else min(first, cursor.lost_chunk)
 
     def promise(self, wait_s: float) -> Promise | None:
-        """The promise for the vLLM that continues this request, whose last stores are planned and end in `wait_s`."""
+        """Return the promise for the vLLM that continues this request, after its last stores were planned.
+
+        The stores end within `wait_s` seconds. None if nothing is handed over or the chunks have no keys.
+        """
         if not (self.hands_over and self.stores):
             return None
         tokens = self._promised_tokens()
@@ -743,7 +748,7 @@ class RequestTracker:
         return spans
 
     def _promised_tokens(self) -> int:
-        """Leading tokens of the prompt that are stored or being stored, in all groups where a consumer continues."""
+        """Return the number of leading prompt tokens, stored or being stored, after which a consumer can continue."""
         tokens = self._tokens_in_chunks()
         if self._policy.only_full:
             return tokens

@@ -59,32 +59,32 @@ from lmcache_async.types import RequestPlan
 logger = LimitedLogger(logging.getLogger(__name__))
 
 MAX_REPEATS = 8
-"""Lookups repeated in one step because of their age. The requests of a long queue all age at the same time."""
+"""Maximum number of lookups that one step repeats because of their age. A whole queue reaches that age at once."""
 
 MAX_PEEKED_TOKENS = 16_384
-"""Tokens of new requests that are hashed and looked up on the scheduler's thread in one step, which takes a millisecond."""
+"""Maximum number of tokens that are hashed and looked up on the scheduler's thread in one step: about a millisecond."""
 
 MAX_PEEKED_TOKENS_ALONE = 131_072
-"""The same for a request beside which there is no other one that would wait."""
+"""The same limit for a request if the engine has no other request that would have to wait."""
 
 MAX_PEEKS = 8
-"""New requests of one step for which this is done. Even a short one takes 0.1 ms, and hundreds may arrive at once."""
+"""Maximum number of requests that are looked up on the scheduler's thread in one step. Each takes at least 0.1 ms."""
 
 MAX_PLANS = 256
-"""Load decisions of one step that are sent to the status page."""
+"""Maximum number of load decisions of one step that are sent to the status page."""
 
 _CLOSE_S = 3.0
-"""Longest wait for the lookup thread at the end. It has nothing to write."""
+"""Longest wait for the lookup thread at shutdown. The thread has nothing to write."""
 
 HASH_WAIT_S = 2.0
 """Time that the last chunks of a finished request wait for their keys, with their blocks pinned."""
 
 
 class BlockPins:
-    """Blocks of vLLM's pool that a store still reads, kept from reuse until every rank has copied them.
+    """Pins blocks of vLLM's pool that a store reads, so that they are not reused until every rank has copied them.
 
-    The references are counted here, as the pool's `touch` and `free_blocks` count them, because a prompt has
-    thousands of blocks and the scheduler's thread must not wait. The pool is called when a block becomes free.
+    `ref_cnt` of the blocks is changed here, as the pool's `touch` and `free_blocks` would change it, because calls of the
+    pool for the thousands of blocks of a prompt take too long. The pool is called when a block becomes free.
     """
 
     def __init__(self, max_fraction: float) -> None:
@@ -134,7 +134,7 @@ class BlockPins:
             self._pool.free_blocks(reversed(last))  # vLLM evicts in this order: suffixes before prefixes
 
     def would_free(self) -> bool:
-        """Whether the end of a store makes some block free."""
+        """Return whether only stores hold some block, so that it becomes free when they end."""
         pinned: Counter[int] = Counter()
         for blocks in self._jobs.values():
             for block in blocks:
@@ -149,7 +149,7 @@ class _PlannedStore:
     """A store whose blocks are pinned, with their ids by group. It is sent to the workers when its chunks have keys.
 
     Attributes:
-        span: Chunks of full attention; None if the other groups are stored at a boundary.
+        span: Chunks to store in the groups of full attention; None to store the other groups at `boundary`.
     """
 
     job_id: int
@@ -200,7 +200,7 @@ class StoreQueue:
         epoch: int,
         now: float,
     ) -> None:
-        """Pin the blocks of a store, of all `blocks` of the request by group.
+        """Plan a store of `span` and pin its blocks. `blocks` are all blocks of the request, by group.
 
         Raises:
             RuntimeError: The request does not have these blocks.
@@ -232,11 +232,13 @@ class StoreQueue:
         epoch: int,
         now: float,
     ) -> bool:
-        """Pin the blocks that the groups other than full attention need at a boundary. Return whether they exist.
+        """Plan a store of the blocks that groups other than full attention need at a boundary, and pin them.
+
+        Return False if the blocks do not exist any more or may not be pinned.
 
         Args:
-            states: By group, the id of the block with the recurrent state at the boundary. The table does not show which
-                block that is.
+            states: By group, the id of the block with the recurrent state at the boundary. The request's block table does
+                not show which block that is.
         """
         needed: list[Sequence[Any]] = []
         for group in self._bounded:
@@ -253,7 +255,7 @@ class StoreQueue:
             self._metrics.skipped("blocks", sum(1 for some in needed if some))
             logger.report(
                 "boundary blocks",
-                "%d tokens of request %s are stored without their attention windows or states, so they are no hit: copies of"
+                "%d tokens of request %s are stored without their attention windows or states, so they cannot be a hit:"
                 " stores already pin %d blocks, which vllm.max_pinned_fraction limits",
                 boundary,
                 tracker.request_id,
@@ -289,7 +291,7 @@ class StoreQueue:
         )
 
     def take(self, now: float) -> tuple[Job, ...]:
-        """Stores whose chunks have keys. Stores whose keys do not arrive in time are dropped."""
+        """Return the stores whose chunks have keys. Drop stores whose keys were not computed in time."""
         jobs: list[Job] = []
         waiting: list[_PlannedStore] = []
         for store in self._planned:
@@ -301,7 +303,7 @@ class StoreQueue:
                 self._metrics.skipped("keys", 1 if span is None else span.stop - span.first)
                 logger.report(
                     "keys",
-                    "the end of request %s is not stored: its chunks had no keys within %g s",
+                    "the end of request %s is not stored: its chunk keys were not computed within %g s",
                     store.keys.request_id,
                     HASH_WAIT_S,
                 )
@@ -311,20 +313,20 @@ class StoreQueue:
         return tuple(jobs)
 
     def copied(self, ranks: Mapping[int, int]) -> None:
-        """More ranks have copied the blocks of these jobs."""
+        """Note that further ranks have copied the blocks of these jobs."""
         for job_id in self._of_all_ranks(self._copied, ranks):
             self._pins.unpin(job_id)
             self._forget_keys(job_id)
 
     def answered(self, ranks: Mapping[int, int], unshared: Mapping[int, int]) -> bool:
-        """The tiers of more ranks have answered these jobs; see `WorkerReport`.
+        """Note that the tiers of further ranks have answered these jobs; see `WorkerReport`.
 
-        Return whether all chunks of a job have reached shared tiers, on every rank.
+        Return whether every rank has now answered some job, and all chunks of that job have reached shared tiers.
         """
         for job_id, chunks in unshared.items():
             self._unshared[job_id] = self._unshared.get(job_id, 0) + chunks
             if chunks:
-                self._forget_keys(job_id)  # other requests store these chunks themselves
+                self._forget_keys(job_id)  # other requests then store these chunks themselves
         return 0 in [self._unshared.pop(job_id, None) for job_id in self._of_all_ranks(self._answered, ranks)]
 
     def _forget_keys(self, job_id: int) -> None:
@@ -477,7 +479,7 @@ class SchedulerConnector:
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         # Looked up by this thread in this step, and not admitted yet. Nothing is pinned for these.
         self._peeked: dict[str, RequestTracker] = {}
-        # Until a store reports otherwise. The first consumers then wait in vain at worst.
+        # Assumed until a store reports otherwise. At worst, the first consumers wait without effect.
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
         self._plans: deque[RequestPlan] = deque(maxlen=MAX_PLANS)
@@ -539,7 +541,7 @@ class SchedulerConnector:
     def connect(self, addresses: Mapping[int, Address], local: LookupServer | None = None) -> None:
         """set_xfer_handshake_metadata: the lookup servers of the ranks, if they are reached over TCP.
 
-        `local` is that of the only rank, if it is in this process.
+        `local` is the server of the only rank, if that rank is in this process.
         """
         self._client.set_addresses(addresses)
         if local is not None:
@@ -555,7 +557,10 @@ class SchedulerConnector:
             self._client.hash(tracker.keys, tracker.num_tokens)
 
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """get_num_new_matched_tokens: vLLM calls it any number of times for one request."""
+        """get_num_new_matched_tokens: return the number of external tokens, and whether they are loaded asynchronously.
+
+        The number is None if vLLM has to ask again. VLLM may call this any number of times for one request.
+        """
         tracker = self._tracker(request)
         tracker.local_found(local_tokens)
         self._deliver_answers()
@@ -563,7 +568,7 @@ class SchedulerConnector:
         if self._may_be_unfilled(tracker, now):
             return None, False  # until the step that fills the blocks has ended
         if tracker.waits_for_keys(now, connected=self._client.connected):
-            # After a reset or a reconnection they are not requested yet.
+            # After a reset or a reconnection the keys are not requested yet.
             self._client.hash(tracker.keys, tracker.num_tokens)
             return None, False
         if not tracker.looks_up or tracker.local_suffices:
@@ -581,7 +586,7 @@ class SchedulerConnector:
         return offer.tokens, offer.is_async
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> bool:
-        """update_state_after_alloc: the request is admitted, and `external_tokens` tokens are to be loaded."""
+        """update_state_after_alloc: plan a load of `external_tokens` tokens for an admitted request. Return True."""
         tracker = self._tracker(request)
         self._peeked.pop(tracker.request_id, None)
         if self._others is not None:
@@ -604,14 +609,14 @@ class SchedulerConnector:
         return True
 
     def lose_load(self, request: Any, blocks: Any) -> None:
-        """A load that vLLM waits for cannot be planned: report all of its blocks as failed."""
+        """Report all blocks of a load as failed, because it cannot be planned and vLLM waits for it."""
         tracker = self._tracker(request)
         span = tracker.load_impossible()
         if span is not None:
             self._start_load(tracker, span, blocks)
 
     def plan_step(self, output: Any) -> StepMetadata:
-        """build_connector_meta: the end of every scheduling step."""
+        """build_connector_meta: return the loads and stores of a step that vLLM has scheduled."""
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
         self._ask_for_peeked()
@@ -638,14 +643,14 @@ class SchedulerConnector:
         return StepMetadata(self.take_loads(), stores, awaited, plans, step)
 
     def take_loads(self) -> tuple[Job, ...]:
-        """Loads planned since the last step. They must reach the workers even if planning the step fails."""
+        """Return the loads planned since the last step. They must reach the workers even if `plan_step` fails."""
         loads = tuple(self._new_loads)
         self._new_loads.clear()
         self._awaited.clear()
         return loads
 
     def update(self, output: Any) -> None:
-        """update_connector_output: results of the ranks."""
+        """update_connector_output: process the results of the ranks."""
         if output.invalid_block_ids:
             self._loads_failed(output.invalid_block_ids)
         for request_id in getattr(output, "failed_recving", None) or ():  # since vLLM 0.32
@@ -665,9 +670,9 @@ class SchedulerConnector:
             self.load_policy.prefill.end(report.step)
 
     def finished(self, request: Any) -> Promise | None:
-        """request_finished: after this call vLLM frees all of its blocks that we have not pinned.
+        """request_finished: plan the last stores. After this call vLLM frees the request's blocks that are not pinned.
 
-        Returns the promise for the vLLM that continues the request.
+        Return the promise for the vLLM that continues the request; None if nothing is promised.
         """
         self._deliver_answers()
         if self._others is not None:
@@ -678,7 +683,7 @@ class SchedulerConnector:
         self._peeked.pop(tracker.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.job.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
-            self._load_ended(request.request_id)  # it has an output token, so its step loaded everything
+            self._load_ended(request.request_id)  # it has output, so its step has loaded everything
         self._release(tracker.lookup_unused())
         tracker.skip_stored(self._client.epoch)
         computed = tracker.known_after(0)
@@ -690,7 +695,7 @@ class SchedulerConnector:
             self.metrics.skipped("blocks", dropped)
             logger.report(
                 "blocks",
-                "%d chunks at the end of request %s are not stored: copies of stores already pin %d blocks, which"
+                "%d chunks at the end of request %s are not stored: stores already pin %d blocks, which"
                 " vllm.max_pinned_fraction limits",
                 dropped,
                 tracker.request_id,
@@ -701,7 +706,7 @@ class SchedulerConnector:
         return tracker.promise(self.config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
-        """reset_cache: KV that was computed before is not stored any more."""
+        """reset_cache: clear the tiers. KV that was computed before is not stored any more."""
         mode = self.config.vllm.reset_cache
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
@@ -717,9 +722,9 @@ class SchedulerConnector:
 
     @property
     def has_work(self) -> bool:
-        """Whether vLLM must keep stepping for us to learn of the end of copies.
+        """Whether vLLM must continue to run steps, so that the end of copies is reported to this connector.
 
-        Loads of aborted requests count: vLLM holds their blocks until the end, and cannot sleep before.
+        This includes loads of aborted requests: vLLM holds their blocks until the end, and cannot sleep before.
         """
         return bool(self._pins or self._loads)
 
@@ -745,7 +750,7 @@ class SchedulerConnector:
         return self._client.promises
 
     def hit_tiers(self, request: Any) -> Mapping[str, int]:
-        """Number of chunks of the request's hit by the id of the tier that has them."""
+        """Return the number of records of the request's hit in each tier, by tier id."""
         tracker = self._trackers.get(request.request_id)
         return tracker.hit_tiers if tracker is not None else {}
 
@@ -794,7 +799,7 @@ class SchedulerConnector:
         tracker.lookup_sent(self._client.ask(tracker.keys, tracker.num_tokens, promise, wait_s))
 
     def _peek(self, tracker: RequestTracker) -> bool:
-        """Look up a new request in memory, so that the next step can use the answer. False if there is none."""
+        """Look up a new request in host memory, so that the next step can use the answer. Return False without one."""
         alone = len(self._trackers) == 1
         most = MAX_PEEKED_TOKENS_ALONE if alone else self._peek_tokens_left
         if not self._peeks_left or tracker.num_tokens > most or tracker.has_promise:
@@ -811,7 +816,7 @@ class SchedulerConnector:
         return True
 
     def _ask_for_peeked(self) -> None:
-        """Look up what was peeked and not admitted in this step: until the next one it may be evicted."""
+        """Look up the peeked requests that this step did not admit, because their chunks may be evicted before the next."""
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         for tracker in list(self._peeked.values()):
             self._ask(tracker)
@@ -881,7 +886,7 @@ class SchedulerConnector:
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
 
     def _may_be_unfilled(self, tracker: RequestTracker, now: float) -> bool:
-        """Whether some of the leading tokens that vLLM has may be in blocks that a load of a step still fills."""
+        """Return whether the prefix that vLLM has for the request may include blocks that a load of a step still fills."""
         if self._others is not None and self._others.matched(tracker, now):
             return True
         local = tracker.local_tokens
@@ -890,7 +895,7 @@ class SchedulerConnector:
     # Stores
 
     def _stores_answered(self, report: WorkerReport) -> None:
-        """Tiers have answered stores that are handed over."""
+        """Process the answers of the tiers to stores that are handed over."""
         if self._stores.answered(report.answered, report.unshared):
             self._reaches_shared_tier = True
         for job_id, chunks in report.unshared.items():
@@ -900,7 +905,7 @@ class SchedulerConnector:
             logger.report(
                 "unshared",
                 "%d chunks of a store did not reach a tier that other processes read;"
-                " consumers do not wait for this producer until a store does",
+                " consumers do not wait for this producer until a later store does",
                 chunks,
             )
             for tracker in self._trackers.values():
@@ -921,7 +926,7 @@ class SchedulerConnector:
         self._add_boundaries(tracker, computed_tokens, states)
 
     def _with_keys(self, tracker: RequestTracker, computed_tokens: int) -> int:
-        """The computed tokens that have keys or will have them soon. Without a connection to the workers none are hashed."""
+        """Return the number of computed tokens that have keys or will have them soon. Hashing needs connected workers."""
         return computed_tokens if self._client.connected else min(computed_tokens, tracker.keys.num_hashed)
 
     def _add_boundaries(
@@ -972,7 +977,7 @@ class SchedulerConnector:
 def _warn_of_lost_writes(
     vllm_config: Any, config: EngineConfig, capabilities: Mapping[str, Capabilities]
 ) -> None:
-    """Name the flag that leaves the engine time to write its queue to persistent tiers."""
+    """Warn if vLLM kills its workers before the engine can write its queues, and name the option that prevents it."""
     timeout_s = shutdown_timeout_s(vllm_config)
     if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
         return
@@ -987,7 +992,7 @@ def _warn_of_lost_writes(
 
 
 def _prompt_tokens(output: Any) -> int:
-    """Tokens of prompts in a step. A decode has one token, or several with draft tokens."""
+    """Return the number of prompt tokens in a step. A decode has one token, or several with draft tokens."""
     counts, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     if output.total_num_scheduled_tokens == len(counts):
         return 0

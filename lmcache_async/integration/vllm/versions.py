@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:  # before 0.32, which does not request the source of a hit
+    except ImportError:  # vLLM before 0.32, which does not request the source of a hit
 
         class CacheHitSource(Enum):
             """The kinds of vLLM 0.32 that the connector reports."""
@@ -32,9 +32,10 @@ else:
 
 
 def serves_several_groups(kv_cache_config: Any) -> bool:
-    """Whether this vLLM reports failures by request and aligns hits of several KV groups, as since 0.32.
+    """Return whether this vLLM accepts failed loads by request and announces the alignment of hits of several KV groups.
 
-    Older versions report failures by block, which is ambiguous with several groups, or do not announce the alignment.
+    VLLM 0.32 and newer do. Older versions accept failures by block, which is ambiguous with several groups, or do not
+    announce the alignment.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -44,7 +45,7 @@ def serves_several_groups(kv_cache_config: Any) -> bool:
 
 
 def loads_in_step(scheduler_output: Any) -> bool:
-    """Whether a connector may load KV in the step that uses it; True if this vLLM does not tell."""
+    """Whether a connector may load KV in the step that uses it; True if this version does not report it."""
     return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
 
 

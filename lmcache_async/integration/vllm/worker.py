@@ -59,11 +59,11 @@ T = TypeVar("T")
 logger = LimitedLogger(logging.getLogger(__name__))
 
 BEGIN_S = 0.5
-"""Deadline for a layer-wise load to start copying, because the whole batch waits for it. Chunks in host memory wait
-for nothing, so only an event loop or copy threads that are held up take this long."""
+"""Time within which a layer-wise load must start to copy, because the whole batch waits for it. A load from host memory
+takes this long only if the event loop or the copy threads are blocked."""
 
 IDLE_S = 0.5
-"""Longest wait for loads from host memory in a step that computes nothing. They go on afterwards."""
+"""Longest wait for loads from host memory in a step that computes nothing. Loads that take longer continue after the step."""
 
 STATS_INTERVAL_S = 0.5
 """Shortest time between two collections of the engine's metrics."""
@@ -74,16 +74,18 @@ class Loop(Protocol):
 
 
 class Transfers:
-    """Loads and stores of one rank. Started by the model's thread, run on the engine's loop.
+    """Loads and stores of one rank, started by the model's thread and run on the engine's loop.
 
-    The end of every job is reported exactly once, also after a failure: of a load by its request, of a store by its
-    job. `load`, `store` and the `take_*` methods are called by the model's thread and do not block.
+    The end of each job is reported exactly once, also after a failure: of a load by request id, of a store by job id.
+    Layer-wise loads end with their step, so only their failures are reported. `load`, `store` and the `take_*` methods
+    are called by the model's thread and do not block.
 
-    With one group of full attention the blocks that were not loaded are reported, and vLLM computes from the first
-    one on. Otherwise the request is reported, because block ids do not name their group, and vLLM computes all of it.
+    With a single group of full attention, failures are reported by block, and vLLM computes from the first failed block
+    on. Otherwise they are reported by request, because a block id does not identify its group, and vLLM computes the
+    whole request.
 
     Attributes:
-        layerwise: The loads that the forward of their own step awaits.
+        layerwise: The loads that the forward pass of their own step awaits.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Transfers:
         """Start loads, ordered after the work that the model's thread has queued on the device.
 
         Args:
-            awaited: Loads from host memory whose end the caller awaits, by job.
+            awaited: Job ids of the loads from host memory whose end the caller awaits.
         """
         if not jobs:
             return
@@ -144,7 +146,7 @@ class Transfers:
         self._start("loads", submit, lambda: self._loads_lost(jobs, waited))
 
     def store(self, jobs: Sequence[Job]) -> None:
-        """Start stores of what the forward passes so far have computed."""
+        """Start stores, ordered after the forward passes that were launched so far."""
         if not jobs:
             return
 
@@ -162,10 +164,10 @@ class Transfers:
             self._start("load decisions", lambda: self._loop.submit(self._report_plans(plans)), lambda: None)
 
     def _start(self, what: str, submit: Callable[[], Future[Any]], lost: Callable[[], None]) -> None:
-        """Submit work to the loop. `lost` is called when no part of it runs any more, also if it cannot be started."""
+        """Submit work to the loop. Call `lost` when the work has ended, or if it cannot be started."""
         try:
             started = submit()
-        except Exception as error:  # vLLM computes what is not loaded, and what is not stored is a later miss
+        except Exception as error:  # vLLM computes tokens that are not loaded; a lost store is a later miss
             logger.log(logging.ERROR, repr(error), "%s could not be started: %r", what, error, exc_info=True)
             lost()
         else:
@@ -178,36 +180,36 @@ class Transfers:
             self._failed_blocks.update(job.touched_blocks())
 
     def wait(self, jobs: Collection[int], timeout_s: float) -> None:
-        """Block until these loads have ended."""
+        """Block until the loads of these jobs have ended, or the timeout expires."""
         with self._lock:
             self._lock.wait_for(lambda: self._loading.isdisjoint(jobs), timeout_s)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended since the last call."""
+        """Return the ids of requests whose loads have ended since the last call."""
         with self._lock:
             finished, self._finished = self._finished, set()
         return finished
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose loads have failed, no later than their end."""
+        """Return the ids of requests whose loads have failed. A failure is known no later than the end of its load."""
         with self._lock:
             failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not; known no later than their request's end."""
+        """Return the ids of blocks that were not loaded. A failure is known no later than the end of its load."""
         with self._lock:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_copied(self) -> dict[int, int]:
-        """Stores that no longer read their blocks, as a count by job."""
+        """Return the stores that no longer read their blocks, as `copied` of a `WorkerReport`."""
         with self._lock:
             copied, self._copied = self._copied, {}
         return copied
 
     def take_answered(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Stores to be handed over that the tiers have answered, as `answered` and `unshared` of a `WorkerReport`."""
+        """Return the results of stores to be handed over, as `answered` and `unshared` of a `WorkerReport`."""
         with self._lock:
             answered, self._answered = self._answered, {}
             unshared, self._unshared = self._unshared, {}
@@ -254,7 +256,7 @@ class Transfers:
         if not part.keys:
             return part.touched_blocks()
         chunks, rows = self._chunks(job, part)
-        # vLLM may have the first chunks itself. The engine does not count them as loaded.
+        # Leave out leading chunks that vLLM has itself, because `hit_chunks` does not count them.
         first = next((index for index, ids in enumerate(rows) if (ids != SKIP).any()), len(rows))
         chunks, rows = chunks[first:], rows[first:]
         if not chunks:
@@ -274,7 +276,7 @@ class Transfers:
         return [block for ids in rows[report.hit_chunks :] for block in ids.tolist() if block != SKIP]
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
-        unshared: int | None = job.num_chunks  # None if the store says nothing about the tiers now
+        unshared: int | None = job.num_chunks  # None if the result does not show whether tiers accept writes
         try:
             if job.epoch < self._epoch:
                 unshared = None
@@ -283,7 +285,7 @@ class Transfers:
             present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
             unshared = job.num_chunks - present - shared
             if not unshared and not shared:
-                unshared = None  # stored before
+                unshared = None  # all chunks were stored before
         except Exception as error:  # the store is dropped
             logger.log(
                 logging.ERROR,
@@ -316,7 +318,7 @@ class Transfers:
         )
 
     def _chunks(self, job: Job, part: JobPart) -> tuple[tuple[Chunk, ...], tuple[BlockIds, ...]]:
-        """The chunks of a part with their block ids. Those of the leading group are announced to the KV events."""
+        """Return the chunks of a part with their block ids. Announce chunks of the leading group for KV events."""
         block_size = self._groups[part.group].block_size
         pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
         chunks = tuple(chunk for chunk, _ in pairs)
@@ -339,7 +341,7 @@ class Transfers:
             self._lock.notify_all()
 
     def _loads_lost(self, jobs: Iterable[Job], progress: Mapping[int, LoadProgress]) -> None:
-        """No load of these runs any more: report those that were not reported, and end their progress."""
+        """Report the loads of these jobs that were not reported, and end their progress. None of them runs any more."""
         for job in jobs:
             if job.job_id in self._loading:
                 self._load_ended(job, job.touched_blocks())
@@ -355,7 +357,7 @@ class Transfers:
         self._copies_ended([job])
 
     def _copies_ended(self, jobs: Iterable[Job]) -> None:
-        """The blocks of these stores are not read any more. A job is reported once."""
+        """Record that these stores no longer read their blocks. Each job is reported once."""
         with self._lock:
             for job in jobs:
                 if self._storing.pop(job.job_id, None) is not None:
@@ -363,7 +365,7 @@ class Transfers:
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at the same time. If one fails, the others are cancelled."""
+    """Run coroutines concurrently and return their results in order. If one fails, the others are cancelled."""
     coroutines = list(works)
     if len(coroutines) == 1:
         return [await coroutines[0]]
@@ -380,12 +382,12 @@ async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class LayerwiseLoads:
-    """Loads that the forward of their own step awaits, each layer when the model reaches it. On the model's thread.
+    """Loads that the forward pass of their own step awaits layer by layer. Used on the model's thread.
 
     Args:
         give_up: Reports a load as failed.
-        layer_ends: For each layer, the number of leading planes that contain all of it. A layer that is missing here
-            waits for every plane.
+        layer_ends: By layer name, the number of leading planes that contain the whole layer. A layer without an entry
+            waits for all planes.
     """
 
     def __init__(
@@ -399,7 +401,7 @@ class LayerwiseLoads:
         self._deadline = 0.0
 
     def start(self, jobs: Sequence[Job]) -> Mapping[int, LoadProgress]:
-        """Start before the forward. Return the progress of each job."""
+        """Register the loads of a step before its forward pass. Return their progress by job id."""
         if not jobs:
             return {}
         self.settle()
@@ -409,7 +411,7 @@ class LayerwiseLoads:
         return {job.job_id: progress for job, progress in self._jobs}
 
     def wait(self, layer_name: str) -> None:
-        """Wait, before a layer's attention, until its part of each load is copied or has failed."""
+        """Block before a layer's attention until its part of each load is copied, or the load has failed."""
         if not self._jobs:
             return
         planes = self._ends.get(layer_name)
@@ -417,13 +419,13 @@ class LayerwiseLoads:
             progress.wait(self._num_planes if planes is None else planes, deadline=self._deadline)
         if planes is not None:
             self._unasked.discard(layer_name)
-        elif len(self._unasked) == len(self._ends):  # the first layer has waited for all of them
+        elif len(self._unasked) == len(self._ends):  # the first layer has waited for all planes
             self._unasked.clear()
 
     def settle(self) -> None:
-        """Report, after the forward, the loads as failed that it did not wait for, or not long enough.
+        """Report loads as failed if the forward pass did not wait for all layers, or if their outcome is unknown.
 
-        When this returns, nothing is written to their blocks any more.
+        Called after the forward pass. When it returns, no load of the step writes to its blocks any more.
         """
         if not self._jobs:
             return
@@ -432,7 +434,7 @@ class LayerwiseLoads:
             proven = False
             try:
                 proven = self._is_proven(progress)
-            except Exception as error:  # what is not known to be loaded is computed
+            except Exception as error:  # vLLM computes tokens that are not known to be loaded
                 logger.log(
                     logging.ERROR,
                     repr(error),
@@ -444,14 +446,14 @@ class LayerwiseLoads:
                 self._give_up(job)
 
     def _is_proven(self, progress: LoadProgress) -> bool:
-        """Whether the forward waited for every layer, and the outcome of the load is known."""
+        """Return whether the forward pass waited for every layer, and the outcome of the load is known."""
         if not progress.wait_ended(deadline=max(self._deadline, time.monotonic() + BEGIN_S)):
             logger.report("late", "a load made no progress for %.1f s; its tokens are computed", BEGIN_S)
             return False
         if self._unasked:
             logger.report(
                 "unasked",
-                "vLLM did not wait for layer %s (%d in all); set vllm.layerwise_load to never",
+                "vLLM did not wait for layer %s (%d layers in all); set vllm.layerwise_load to never",
                 min(self._unasked),
                 len(self._unasked),
             )
@@ -462,8 +464,8 @@ class LayerwiseLoads:
 class StatsFeed:
     """Metrics of an engine, collected on its loop and taken by the model's thread without waiting.
 
-    The loop collects after a store or retrieve has ended, once for all that end within `STATS_INTERVAL_S`. Only `take`
-    may be called by another thread.
+    The loop collects them after a store or retrieve has ended, at most once per `STATS_INTERVAL_S`. Only `take` may be
+    called by another thread.
     """
 
     def __init__(self, engine: CacheEngine) -> None:
@@ -473,7 +475,7 @@ class StatsFeed:
         self._due = 0.0
         self._lock = threading.Lock()
         self._taken = Samples()
-        self._ready: tuple[Samples, Samples] | None = None  # all values, and those that are new
+        self._ready: tuple[Samples, Samples] | None = None  # all samples, and the changes since `_taken`
         engine.metrics.changed = self._changed
         self._changed()  # exported zeros make the first increase visible
 
@@ -493,7 +495,7 @@ class StatsFeed:
 
     def _take_ready(self) -> Samples:
         ready, self._ready = self._ready, None
-        if ready is None:  # the loop has found no change since
+        if ready is None:  # nothing has changed since the last call
             return Samples()
         self._taken, new = ready
         return new
@@ -531,18 +533,18 @@ class OpenEngine(Protocol):
 class RankEngine:
     """The cache engine of one rank, or of one shard of its KV heads, with its loop and its lookup server.
 
-    Only `open` and `close` block.
+    Only `register`, `open` and `close` block.
 
     Attributes:
-        rank: Rank of this worker; with shards, the number of this shard among those of all ranks. Selects keys in a job.
+        rank: Rank of this worker; with shards, the number of this shard among all shards. Index of its keys in a job.
         namespace: Namespace of the rank, without its layout, once the KV cache is registered.
         address: Path of the lookup server's socket, or the host where it listens over TCP.
         engine: The engine, once it is open.
         server: The lookup server, once the engine is open.
-        loads_early: Loads may start before the forward of their step, once the engine is open.
+        loads_early: Whether loads may start before the forward pass of their step; set when the engine is opened.
 
     Args:
-        kv_events: VLLM publishes KV events; the first rank reports those of its tiers.
+        kv_events: Whether vLLM publishes KV events. Only the first rank reports the events of its tiers.
         replica: Number of the data-parallel replica.
         shard: The shard of the rank's KV heads that is loaded and stored; None for all heads, in one record.
     """
@@ -613,10 +615,10 @@ class RankEngine:
         kv_caches: Mapping[str, Any],
         namespace: Namespace | None = None,
     ) -> bool:
-        """Open the engine over vLLM's KV cache. False if that fails: then all lookups are misses.
+        """Open the engine over vLLM's KV cache. Return False if that fails; all lookups are then misses.
 
         Args:
-            namespace: The namespace of the rank, if it is known: it takes time to read the weights.
+            namespace: The namespace of the rank, if it is known; otherwise the weights are read.
 
         Raises:
             ConfigError: The configuration is invalid, so vLLM must not start with it.
@@ -668,8 +670,8 @@ class RankEngine:
         Raises:
             ConfigError: The engine cannot be opened as configured.
         """
-        # On a CPU a forward has ended when its call returns, and new blocks are zeroed before it, so a load may start
-        # with the step. On a device it is ordered after the forward that was just launched.
+        # On a CPU a forward pass has ended when its call returns, and new blocks are zeroed before the pass, so a load
+        # may start with the step. On a GPU a load is ordered after the forward pass that was just launched.
         self.loads_early = groups[0].layout.device.type == "cpu"
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
@@ -681,7 +683,7 @@ class RankEngine:
             raise
 
     def attach(self, engine: CacheEngine, loop: Loop, *groups: EngineGroup) -> LookupServer:
-        """Run loads and stores of the following steps on an open engine. Return its lookup server, not started."""
+        """Use an open engine for the loads and stores of the following steps. Return its lookup server, not started."""
         self.engine = engine
         self._transfers = transfers = Transfers(
             engine,
@@ -699,17 +701,17 @@ class RankEngine:
 
     @property
     def tcp_address(self) -> TCPAddress | None:
-        """Address of the lookup server over TCP; None if it listens at a unix socket, or is not open."""
+        """Address of the lookup server over TCP; None if it listens on a unix socket, or is not open."""
         return self.server.tcp_address if self.server is not None else None
 
     def take_report(self, step: int) -> WorkerReport:
-        """Report of this step: all events since the last call."""
+        """Return the report of a step, with all events since the last call."""
         transfers = self.transfers
         notices = self._notices.take() if self._notices is not None else ()
         return WorkerReport(transfers.take_copied(), *transfers.take_answered(), notices, step)
 
     def take_stats(self) -> Samples:
-        """get_kv_connector_stats: what the engine counted since the last call."""
+        """get_kv_connector_stats: return the changes of the engine's metrics since the last call."""
         return self._feed.take() if self._feed is not None else Samples()
 
     def stop(self) -> None:
@@ -792,13 +794,14 @@ class RankEngine:
 class WorkerConnector:
     """The connector in a vLLM worker process.
 
-    A rank has one engine, or one for each shard of its KV heads. Each has a lookup server and records of its own, as
-    if it were a rank of a vLLM with as many ranks as shards. A step is over when it is over in all of them.
+    A rank has one engine, or one for each shard of its KV heads. Each engine has its own
+    lookup server and records, like a rank of a vLLM with as many ranks as shards. A load has ended when it has ended in
+    all engines.
     """
 
     def __init__(self, engines: Sequence[RankEngine]) -> None:
         self.engines = engines
-        # Engines in which a request's load has ended, until it has in all.
+        # By request id, the number of engines in which its load has ended, until it has ended in all.
         self._ended: Counter[str] = Counter()
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
@@ -824,7 +827,7 @@ class WorkerConnector:
         )
 
     def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
-        """Open the engines over vLLM's KV cache. False if that fails: then all lookups are misses.
+        """Open the engines over vLLM's KV cache. Return False if that fails; all lookups are then misses.
 
         Raises:
             ConfigError: The configuration is invalid, so vLLM must not start with it.
@@ -854,8 +857,8 @@ class WorkerConnector:
     def start_loads(self) -> None:
         """start_load_kv.
 
-        In a step that computes nothing, wait for loads from host memory. Otherwise this thread contends with the event
-        loop for Python's lock, and vLLM learns of the end of a load a step later.
+        In a step that computes nothing, wait for loads from host memory. Without this, the thread would compete with
+        the event loop for the GIL, and the end of a load would be reported to vLLM one step later.
         """
         loads, self._loads = self._loads, ()
         awaited, self._awaited = self._awaited, ()
@@ -871,13 +874,13 @@ class WorkerConnector:
             engine.transfers.layerwise.wait(layer_name)
 
     def start_stores(self) -> None:
-        """wait_for_save: the forward was launched. Does not block."""
+        """wait_for_save: start the stores, after the forward pass was launched. Does not block."""
         stores, self._stores = self._stores, ()
         for engine in self.engines:
             engine.transfers.store(stores)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended in all engines since the last call."""
+        """Return the ids of requests whose loads have ended in all engines since the last call."""
         for engine in self.engines:
             self._ended.update(engine.transfers.take_finished())
         finished = {name for name, count in self._ended.items() if count == len(self.engines)}
@@ -889,7 +892,7 @@ class WorkerConnector:
         return {name for engine in self.engines for name in engine.transfers.take_failed_requests()}
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were to be loaded and were not, when the forward is over."""
+        """Return the ids of blocks that were not loaded. Called after the forward pass."""
         failed: set[int] = set()
         for engine in self.engines:
             engine.transfers.layerwise.settle()
@@ -915,7 +918,7 @@ def _close_all(engines: Sequence[RankEngine]) -> None:
 
 
 def shard_views(kv_cache_config: Any, kv_caches: Mapping[str, Any], shard: HeadShard) -> dict[str, Any]:
-    """The KV heads of a shard, as views of the KV caches of its rank.
+    """Return the KV heads of a shard, as views of the KV caches of its rank by layer name.
 
     Layers that share the KV of another layer are left out.
 

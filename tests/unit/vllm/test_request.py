@@ -133,7 +133,7 @@ def test_each_decision_has_a_reason() -> None:
     assert decided(off)[0] == "off"
     assert decided(local)[0] == "local"
     assert decided(late)[0] == "late"
-    assert decided(miss) == ("miss", "no tier has a prefix of it")
+    assert decided(miss) == ("miss", "no tier has a prefix of the prompt")
     assert decided(slow) == ("recompute", "1.001 s to the first token, 9.201 s with all 800 tokens loaded")
 
 
