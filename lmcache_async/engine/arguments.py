@@ -25,7 +25,7 @@ class RequestArguments(TypedDict, total=False):
     """Keyword arguments of the synchronous engine's calls with tokens. None is the same as no argument.
 
     Attributes:
-        kv_caches: The paged KV cache; required once.
+        kv_caches: The paged KV cache; required until the engine is open.
         kvcaches: The same, with LMCache's name.
         slot_mapping: Slot of each token; required by `store` and `retrieve`, unused by the other calls.
         req_id: Name of the request in log lines.
@@ -68,8 +68,9 @@ class Arguments:
 def check_arguments(call: str, given: RequestArguments, *others: str) -> Arguments:
     """Check the keyword arguments of a call.
 
-    An unknown one is refused, because it might be the misspelt name of a tenant. So is a salt of 0, for example, because
-    treating it as no salt would share the chunks of a tenant. `others` are further arguments of the call.
+    An unknown argument is refused, because it might be a misspelt argument that identifies a tenant. A salt of 0, for
+    example, is refused too, because treating it as no salt would share the chunks of a tenant. `others` are the names of
+    further arguments of the call.
 
     Raises:
         TypeError: An argument is unknown, has the wrong type, or is given by both of its names. The message contains the
@@ -128,7 +129,7 @@ def leading_false(mask: Mask | None, num_tokens: int) -> int:
 
 
 def row_ids(rows: Any, num_tokens: int, tokens_per_row: int, num_rows: int) -> BlockIds:
-    """Return the rows of the tokens as an int64 copy, of a tensor, an array or a sequence; extra rows are ignored.
+    """Copy the rows of the tokens from a tensor, an array or a sequence to an int64 array. Extra rows are ignored.
 
     Raises:
         TypeError: The rows are not integers.

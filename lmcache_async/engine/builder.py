@@ -203,7 +203,7 @@ def _open_cipher(config: EngineConfig) -> RecordCipher | None:
 
 
 def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
-    """Refuse a namespace without the configured hash key, whose keys would not be secret."""
+    """Raise ConfigError if a namespace does not have the configured hash key. Its chunk keys would not be secret."""
     if config.read_hash_key() != namespace.hash_key:
         found = hash_key_id(namespace.hash_key) or "none"
         raise ConfigError(
@@ -247,8 +247,8 @@ class _RunnerMaker:
         unpinned = max(1, arena.num_slabs - max_pinned) * slab
         self._store_budget = ByteBudget(max(slab, min(config.store.max_in_flight_bytes, half)))
         self._retrieve_budget = ByteBudget(max(slab, min(config.retrieve.max_in_flight_bytes, unpinned)))
-        # A batch of a store has at most a quarter of the arena, so that one is copied while another one is written, and
-        # fits in the queue of a slower tier.
+        # A batch of a store has at most a quarter of the arena, so that one batch is copied while another one is
+        # written. It also fits in the queue of a slower tier.
         self._store_batch_bytes = min(config.store.batch_bytes, half // 2, config.max_pending_write_bytes)
         self._retrieve_batch_bytes = min(config.retrieve.batch_bytes, self._retrieve_budget.max_bytes)
 
@@ -265,7 +265,7 @@ class _RunnerMaker:
         )
 
     def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
-        """The retrieve chain, and the same without its last stage."""
+        """Return runners of the retrieve chain, and of the same chain without its last stage (prefetch)."""
         chain = self._chain(chain_stages(self._config, "retrieve"), resources)
         chain.check_ends(RetrieveRequest, RetrieveReport)
         make = partial(

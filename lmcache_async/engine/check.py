@@ -1,4 +1,4 @@
-"""Checks of a configuration that open no tier: plug-ins, options, chains and files of secrets."""
+"""Checks of a configuration without opening a tier: plug-ins, options, chains and files of secrets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def problems(
 ) -> list[str]:
     """Return a line for each reason why this machine cannot build an engine of this configuration.
 
-    `source_of` gives the place where a key was set; None for keys that are not set.
+    `source_of` returns the place where a key was set; None for keys that are not set.
     """
     third_party = config.plugins.third_party
     of_tiers: list[str] = []

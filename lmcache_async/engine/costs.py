@@ -1,4 +1,4 @@
-"""Measured load times of tiers: for each a line, with a latency and a time per chunk."""
+"""Measured load times of tiers, each as a latency and a time per chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import ChunkKey, RetrieveReport
 
 STALE_S = 10.0
-"""Age of the last measurement of a tier after which the next lookup with a hit there reads one chunk.
+"""Age of the last measurement of a tier after which the next lookup with a hit in the tier reads one chunk.
 
 Without this, a tier that was slow once and is not loaded from any more would count as slow forever.
 """
@@ -71,8 +71,8 @@ class CostLine:
 class LoadCosts:
     """Measured load time of each slow tier, as a line of seconds over chunks. Used on the engine's loop.
 
-    Chunks in host memory cost nothing here: copying them is always faster than computing, and a slow load
-    from there has waited for something else.
+    Chunks in host memory have cost 0: copying them is always faster than computing, and a slow load from
+    host memory has waited for something else.
     """
 
     def __init__(self, stack: TierStack, arena: Arena, chunk_size: int) -> None:
@@ -84,7 +84,7 @@ class LoadCosts:
         self._chunk_size = chunk_size
 
     def note(self, report: RetrieveReport) -> None:
-        """Record a finished load. Its time is attributed to the slow tier if only one took part."""
+        """Record a finished load. Its time is attributed to a slow tier if that is the only one that took part."""
         match [name for name in report.by_tier if name in self._slow]:
             case [name]:
                 self._note(self._slow[name], report.by_tier[name] / self._chunk_size, report.seconds)
@@ -108,7 +108,7 @@ class LoadCosts:
         return tuple(found)
 
     async def measure(self, key: ChunkKey, tier: int) -> None:
-        """Read one chunk and discard it. Does nothing if no memory is free."""
+        """Measure a tier by reading one chunk, which is discarded. Does nothing if no memory is free."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         with contextlib.suppress(TierError, BudgetExceededError):  # a later lookup tries again
@@ -120,7 +120,7 @@ class LoadCosts:
                 self._note(tier, 1, loop.time() - start)
 
     def stale(self, tiers: Sequence[int]) -> int | None:
-        """Return the position of a chunk in a slow tier that should be measured again."""
+        """Return the position of a chunk in a slow tier that should be measured again; None if there is none."""
         now = asyncio.get_running_loop().time()
         for tier, line in self._lines.items():
             if line.known and now - self._noted[tier] > STALE_S and tier in tiers:

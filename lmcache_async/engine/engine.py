@@ -56,7 +56,7 @@ class CacheEngine:
     named `..._keys` and `..._chunks` take chunks that the caller has hashed.
 
     An engine serves one or more KV cache groups of a model: sets of layers with a block table of their own. They share
-    memory, tiers and limits. Calls with token ids use the first group, calls with chunks name theirs in the request.
+    memory, tiers and limits. Calls with token ids use the first group, calls with chunks name a group in the request.
 
     Attributes:
         metrics: Counts of stores, retrieves and tiers. `metrics.read()` returns the values of all series.
@@ -84,7 +84,7 @@ class CacheEngine:
         self._instruments = (self.metrics, *instruments)
         self._closed = False
         self._clears = 0  # running calls of `clear`
-        self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the ends of the calls
+        self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the future of a call's end
         self._background: set[asyncio.Task[None]] = set()
         self._lookups = Lookups(
             stack=parts.stack,
@@ -280,7 +280,7 @@ class CacheEngine:
         return await self._lookups.first(runs, lookup_id)
 
     def memory_lookup(self) -> MemoryLookups | None:
-        """Return a lookup for one prompt in what is in host memory, for any thread; None without a tier."""
+        """Return a lookup of one prompt in host memory, which any thread may use; None without a tier."""
         return MemoryLookups(self._parts.stack) if self._parts.stack.tiers else None
 
     def unpin(self, lookup_id: str) -> None:
@@ -457,7 +457,7 @@ class CacheEngine:
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:
-        """Run the block as a call that closing the engine ends, by the expiry of a timeout.
+        """Run the block as a call of the engine. Closing the engine ends the call by letting a timeout expire.
 
         Raises:
             EngineClosedError: The engine is closed, or was closed in the block.
@@ -477,7 +477,7 @@ class CacheEngine:
             ended.set_result(None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run background work that closing cancels."""
+        """Start background work, which is cancelled when the engine closes."""
         if self._closed:
             return work.close()
         task = asyncio.ensure_future(work)
@@ -485,7 +485,7 @@ class CacheEngine:
         return task.add_done_callback(self._background.discard)
 
     def _running(self) -> set[asyncio.Future[None]]:
-        """Return the ends of the running calls and background work."""
+        """Return futures that are done when the running calls and background work have ended."""
         return {*self._calls, *self._background}
 
     def _check_open(self) -> None:
@@ -524,7 +524,7 @@ def _log_open(
     for stacked in stack.tiers:
         content = stacked.tier.statistics()
         known = ""
-        if content.max_bytes is not None:  # otherwise only the backend knows its content
+        if content.max_bytes is not None:  # otherwise the size of the content is unknown here
             size = f"{content.bytes / 1e9:.1f} of {content.max_bytes / 1e9:.1f} GB"
             known = f" ({content.chunks} records, {size})"
         tiers.append(f"{stacked.id}{known}")

@@ -95,13 +95,13 @@ class Pins:
 
 
 class MemoryLookups:
-    """Lookups of one prompt in what the fastest tier has in the arena at the moment. For any thread; no call suspends.
+    """Looks up chunks of one prompt that the fastest tier has in the arena now. For any thread; no call suspends.
 
     Nothing is leased, so a chunk may be evicted before it is used. In the results `pinned` is the number of chunks in
     the arena.
 
     Attributes:
-        certain: Whether no tier has what was not found so far, as each of them knows without a query.
+        certain: Whether all tiers report, without a query, that they lack the first chunk that each lookup did not find.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -173,7 +173,7 @@ class Lookups:
         return FirstPresent(position, pinned)
 
     async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
-        """Query the first run alone, because it is often the one, and then all others at the same time."""
+        """Query the first run alone, because it is often found, and then all others concurrently."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 if runs:

@@ -140,7 +140,7 @@ class LoopThread:
             self._end(cause)
 
     def _run_once(self) -> None:
-        """Run until the loop is stopped. An exception of a task or callback has ended only that one."""
+        """Run until the loop is stopped. An exception of a task or callback ends only that task or callback."""
         try:
             self._loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:

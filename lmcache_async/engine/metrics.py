@@ -45,7 +45,7 @@ class EngineStatistics:
     in_arena: frozenset[str] = frozenset()
 
     def add_to(self, out: Samples) -> None:
-        """Add what the engine's parts hold to the samples of its metrics."""
+        """Add the values of this snapshot to the samples of the engine's metrics."""
         out.add("running", self.running)
         out.add("pinned_chunks", self.pinned_chunks)
         out.add("late_calls", self.late_calls)
@@ -75,7 +75,7 @@ CIRCUIT_STATES = {"closed": 0, "half-open": 1, "open": 2}
 
 
 def _add_tier(out: Samples, tier: str, statistics: TierStatistics) -> None:
-    if not statistics.common:  # ranks are added up, so the daemon reports what all ranks share
+    if not statistics.common:  # ranks are added up, so the daemon reports a store that all ranks share
         out.add("tier_chunks", statistics.chunks, tier)
         out.add("tier_bytes", statistics.bytes, tier)
         if statistics.max_bytes is not None:

@@ -16,7 +16,7 @@ from lmcache_async.tiers.middleware.base import LayerStatistics
 from lmcache_async.tiers.middleware.breaker import BreakerStatistics
 
 _WINDOW = 10
-"""Samples over which a share is averaged, because a request may be planned in one and loaded in another."""
+"""Number of samples over which a share is averaged. A request may be planned during one and loaded during another."""
 _LOCAL = "vLLM itself"
 
 

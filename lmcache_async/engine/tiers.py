@@ -25,7 +25,7 @@ USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
 """Default layers of a tier in the arena."""
 
 TIER_CLOSE_S = 3.0
-"""Longest wait for one tier's calls, and then for its closing, once nothing is queued to be written."""
+"""Longest wait for the running calls of a tier, and then for its closing, after its queue was written."""
 
 
 def stacked_tiers(
@@ -84,11 +84,11 @@ def configured_tiers(
     replica: int = 0,
     at: Callable[[str, str], AbstractContextManager[object]] = lambda where, part: nullcontext(),
 ) -> Iterator[tuple[TierSpec, Tier, list[Layer]]]:
-    """Make each configured tier, not opened, with its layers, outermost first.
+    """Create each configured tier, not opened, with its layers, outermost first.
 
     Args:
-        at: Returns a context in which the tier or layer at a place and in a part of the configuration is made. What
-            is not made because the context suppresses the error is left out.
+        at: Returns a context in which a tier or layer is created, given its place and part of the configuration. If the
+            context suppresses an error, that tier or layer is left out.
 
     Raises:
         LMCacheAsyncError: A name or an option is wrong, a package is missing, or parts do not fit together.
