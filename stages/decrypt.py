@@ -19,7 +19,7 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class DecryptStage:
-    """Decrypts records from tiers outside of the arena, each in its own slab.
+    """Decrypts records from tiers outside of the arena, each in place in its slab.
 
     A slab with other readers is not modified; its record is decrypted into a new slab. A record that is not
     encrypted, is encrypted with an unknown key, was modified or belongs to another chunk ends the prefix, is

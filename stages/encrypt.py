@@ -17,7 +17,7 @@ from lmcache_async.tiers.stack import TierStack
 
 
 class EncryptStage:
-    """Encrypts a copy of each record for the tiers outside of the arena; those in it keep the record itself.
+    """Encrypts a copy of each record for tiers outside of the arena. Tiers in the arena store the record itself.
 
     A hit in host memory therefore needs no decryption, and a store needs a second slab per chunk until it is
     written. If not all chunks get a slab within `store.allocate_timeout_s`, the last ones of the batch are

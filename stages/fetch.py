@@ -13,7 +13,7 @@ class FetchStage:
     """Reads the records of a batch, each from its tier. The first missing record ends the prefix.
 
     If a record has left its tier, or the tier fails, slower tiers are tried. A batch in host memory may be larger than
-    the memory that is reserved for it, so at most as much of it is read again.
+    the memory that is reserved for it, so slower tiers read at most as many of its records as fit in that memory.
     """
 
     def __init__(self, stack: TierStack, arena: Arena, config: EngineConfig) -> None:

@@ -15,9 +15,9 @@ class LookupStage:
 
     Chunks with a masked row (-1) cannot be stored and are dropped.
 
-    Chunks of a prompt after those that fit in host memory would only evict their own prefix from there, so they
-    are stored in slower tiers only. They count as present if those have them. Without slower tiers they are
-    dropped before the copy.
+    The first chunks of a prompt fill host memory, and further chunks would only evict their own prefix from it.
+    Therefore further chunks are stored in slower tiers only, and count as present if these tiers have them. Without
+    slower tiers they are dropped before the copy.
     """
 
     per_request = True

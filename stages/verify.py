@@ -32,7 +32,7 @@ and back a few tenths of a millisecond."""
 
 
 class VerifyStage:
-    """Verifies the header of each record, and its checksum unless the record never left the arena.
+    """Verifies the header of each record, and its checksum unless the record never left the arena (configurable).
 
     A record that fails ends the prefix, is counted by cause and is rejected by its tier, which deletes or
     quarantines it. Verified records that came from a slower tier are promoted.

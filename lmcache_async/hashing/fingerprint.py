@@ -24,7 +24,7 @@ from lmcache_async.hashing.namespace import canonical_text
 
 FingerprintMode: TypeAlias = Literal["sampled", "full"]
 
-# The first group with a file is fingerprinted, as it is the one that is loaded from a folder with both.
+# Only the first group with a file is fingerprinted, because that group is loaded from a folder with both.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
 # Conversion of images, audio and video to embeddings. Chat templates only change token ids, which keys cover.
 _PROCESSOR = ("*processor_config.json",)

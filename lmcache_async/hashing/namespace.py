@@ -158,7 +158,7 @@ class RequestNamespace:
 
 
 def namespace_id(text: str) -> str:
-    """Return the id of a namespace for people, in logs and commands: digits of the hash of its text."""
+    """Return the id of a namespace for logs and commands: 12 hex digits of the hash of its text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
@@ -168,7 +168,7 @@ def engine_root(text: str, algorithm: str, hash_key: bytes = b"") -> bytes:
 
 
 def boundary_root(engine_root: bytes, key: bytes, algorithm: str, hash_key: bytes = b"") -> bytes:
-    """Return the root, 16 bytes, of the keys of what a KV cache group needs to continue a request at a boundary.
+    """Return the root, 16 bytes, of the keys of chunks that a KV cache group needs to continue at a boundary.
 
     Args:
         engine_root: Root of the group's namespace.

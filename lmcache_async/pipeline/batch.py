@@ -24,7 +24,7 @@ _LAST = 8
 """Ratio of a full batch to the smallest last batch of chunks that have to be read."""
 
 _RESIDENT_CHUNKS = 512
-"""Chunks of a batch in host memory. Preparing their copy takes the event loop some milliseconds."""
+"""Chunks of a batch in host memory, unless more may be in flight. The event loop prepares its copy in some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class RetrieveRequest(Request):
     Attributes:
         awaited: The model thread waits for the end, so the request uses only chunks in host memory and waits for no
             tier and no other request.
-        progress: Queried before the first row is written, and updated as rows are written, for a model thread that
-            waits for single layers. None for other requests.
+        progress: Progress for a model thread that waits for single layers: queried before the first row is written, and
+            updated as rows are written. None for other requests.
     """
 
     awaited: bool = False
@@ -256,10 +256,9 @@ class PlannedBatch(Batch):
     def cuts(self, size: int, most: int) -> list[int]:
         """Return the positions at which the batches of a request end; see `Batch.cuts`.
 
-        Leading chunks in host memory need no memory of their own. They form large batches, because nothing is
-        copied between two batches; the first one has `most` chunks, so that its copy begins early. Of chunks that
-        have to be read, the last batches get smaller and smaller, because nothing is read during the copy of the
-        last one.
+        Leading chunks in host memory need no further memory. They form large batches, because nothing is copied
+        between two batches. The first of several has `most` chunks, so that its copy begins early. The last batches of
+        chunks that have to be read get smaller and smaller, because nothing is read during the copy of the last one.
         """
         count = len(self.chunks)
         if self.request.waited_for:

@@ -67,7 +67,7 @@ class WriteOutcomes:
         return [_cause(results) for results in zip(*self._results, strict=True)]
 
     def shared(self) -> int:
-        """Return the number of chunks that a tier which is shared with other processes has stored by now."""
+        """Return the number of chunks stored by now in a tier that is shared with other processes."""
         return sum(any(map(_is_stored, results)) for results in zip(*self._shared, strict=True))
 
 

@@ -73,7 +73,7 @@ class Runner(Generic[Out]):
             LMCacheAsyncError: A stage for whole requests failed, or did not end by the deadline.
         """
         copied = Once(on_copied)
-        scopes: list[Scope] = []  # of batches that are split, or that a later stage failed to take
+        scopes: list[Scope] = []  # of batches that are split afterwards, or for which a later stage failed
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         try:
@@ -182,10 +182,10 @@ class Runner(Generic[Out]):
 
 
 def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
-    """Raise RuntimeError if a stage raised an exception that must not end the event loop. Stages are plug-ins.
+    """Raise RuntimeError if a stage, which may be a plug-in, raised an exception that must not end the event loop.
 
-    That is an exception not derived from Exception, such as SystemExit, or a CancelledError without a request to
-    cancel `task`, which ran the stage.
+    This applies to exceptions not derived from Exception, such as SystemExit. It applies to CancelledError only if the
+    cancellation of `task`, which ran the stage, was not requested.
     """
     if isinstance(error, Exception) or is_ending(error, task):
         return
@@ -225,7 +225,7 @@ class _Run(Generic[Out]):
         self._last = count
 
     async def turn(self, index: int) -> bool:
-        """Wait for the batch before. Return False if the run ended before this batch."""
+        """Wait until the batch before `index` has ended. Return False if the run ended before batch `index`."""
         await self._done[index - 1]
         return index <= self._last
 

@@ -91,8 +91,8 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
 def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[Any, Any]:
     """Create a stage from the target of its entry point.
 
-    A function is returned as it is. A class is called with the resources that the parameters of its
-    constructor name.
+    A function is returned as it is. A class is called with the resources that are named by the
+    parameters of its constructor.
 
     Raises:
         ChainError: A parameter names no resource; the message lists those available.
@@ -114,7 +114,7 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
 
 @functools.lru_cache(maxsize=256)  # all engines of a process have mostly the same stages
 def _annotated_types(function: Callable[..., Any]) -> tuple[Any, Any] | None:
-    """Return the types of its only argument and of its result; None if there are not exactly these, annotated."""
+    """Return the types of argument and result; None unless there is exactly one argument and both are annotated."""
     hints = typing.get_type_hints(function)
     parameters = [name for name in inspect.signature(function).parameters if name != "self"]
     if len(parameters) != 1 or parameters[0] not in hints or "return" not in hints:
