@@ -1,4 +1,4 @@
-"""Fingerprint of the weights of a local model, which tells apart models of the same name.
+"""Fingerprint of the weights of a local model, which distinguishes models of the same name.
 
 It depends only on file names inside the folder of the model, sizes and bytes. It does not depend on times or
 on the path of the folder, so it is the same on every machine.

@@ -235,7 +235,7 @@ class _Run(Generic[Out]):
             self._done[index].set_result(None)
 
     def end_reading(self, index: int) -> None:
-        """Note that a batch does not read device memory any more; call back after the last one."""
+        """Record that a batch does not read device memory any more; call back after the last one."""
         self._reading.discard(index)
         if not self._reading:
             self._copied()

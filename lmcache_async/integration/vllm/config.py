@@ -226,7 +226,7 @@ def shard_config(config: EngineConfig, shards: int) -> EngineConfig:
 
 
 def shard_namespace(namespace: Namespace, shard: HeadShard) -> Namespace:
-    """Return the namespace of a shard, given that of its rank. It is that of a rank in a model with a rank per shard."""
+    """Return the namespace of a shard, given that of its rank, as if the model had one rank per shard."""
     return replace(
         namespace,
         world_size=shard.shards * namespace.pp_size,
@@ -278,7 +278,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
 def group_namespace(
     namespace: Namespace, group: KVGroup, groups: Sequence[KVGroup], layout_text: str
 ) -> Namespace:
-    """The namespace of one KV group of the model, from that of the model.
+    """Return the namespace of one KV group, given the namespace of the model.
 
     A single group of full attention has the namespace of the model, with its layout.
     """
@@ -403,7 +403,7 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Return the reason why KV cache groups of these kinds are not supported."""
+    """Return the reason why KV cache groups of these kinds are not supported; None if they are."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return "the model has no KV cache"

@@ -99,7 +99,7 @@ def kind_of(spec: Any) -> str:
 
 
 def leading_group(groups: Sequence[KVGroup]) -> KVGroup:
-    """The group whose namespace is the root of the chunk keys: that of full attention, if there is one."""
+    """Return the group whose namespace is the root of the chunk keys: one of full attention, if there is any."""
     return next(iter(full_groups(groups)), groups[0])
 
 

@@ -114,7 +114,7 @@ class PrefillClock:
         self._runs: deque[tuple[float, int]] = deque(maxlen=_KEPT_RUNS)  # tokens per second, tokens
 
     def begin(self, prompt_tokens: int, tokens: int) -> int:
-        """Note that a step was planned. Return its number, for `end`; 0 for a step without tokens."""
+        """Record that a step was planned. Return its number, for `end`; 0 for a step without tokens."""
         if not tokens:
             return 0
         self._number += 1
@@ -125,7 +125,7 @@ class PrefillClock:
         return self._number
 
     def end(self, number: int) -> None:
-        """Note that a step has ended. Ends of earlier steps that were not reported are lost."""
+        """Record that a step has ended. Ends of earlier steps that were not reported are lost."""
         steps, lost = self._in_flight, False
         while steps and steps[0].number < number:
             steps.popleft()

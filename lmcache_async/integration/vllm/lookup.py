@@ -323,7 +323,7 @@ class LookupClient:
         self._post(lambda: self._spawn(_repeated(lambda: self._clear_all(epoch, memory_only))))
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread and wait up to `timeout_s` seconds for its end. A thread that hangs does not keep the process alive."""
+        """Stop the daemon thread and wait up to `timeout_s` seconds for its end. If it hangs, the process can still exit."""
         self._local = None  # drops the reference to the engine and its memory
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
@@ -1037,7 +1037,7 @@ def _at_boundary(answer: Answer, boundary: int, found: Iterable[_First]) -> Answ
 
 
 def _by_chunk(costs: Costs, records: int) -> Costs:
-    """Costs of loading chunks, from those of loading their records."""
+    """Return the costs of loading chunks, given the costs of loading their records."""
     return tuple(
         {end // records: (end // records, seconds) for end, seconds in costs if end >= records}.values()
     )

@@ -475,7 +475,7 @@ class LookupServer:
         return None
 
     def _served(self, load: _Load, nbytes: int, lookup_id: str | None, _: object) -> None:
-        """Note that a message was answered or cancelled. Unpin if its lookup was released meanwhile."""
+        """Record that a message was answered or cancelled. Unpin if its lookup was released meanwhile."""
         load.remove(nbytes)
         if lookup_id is None:
             return

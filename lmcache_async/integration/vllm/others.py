@@ -47,7 +47,7 @@ class OtherLoads:
     ) -> None:
         self._blocks_after = blocks_after
         self._evict = evict
-        # Since the last step: requests looked up, those admitted, and those of them whose tokens another connector loads.
+        # Since the last step: requests looked up, requests admitted, and admitted requests that another connector loads.
         self._matched: set[str] = set()
         self._admitted: list[RequestTracker] = []
         self._starting: list[RequestTracker] = []
@@ -55,7 +55,7 @@ class OtherLoads:
         self._failed: dict[str, int] = {}  # tokens before the failed load, by request
 
     def matched(self, tracker: RequestTracker, now: float) -> bool:
-        """Note that vLLM has looked up the request in its prefix cache. Return whether the request has to wait.
+        """Record that vLLM has looked up the request in its prefix cache. Return whether the request has to wait.
 
         The wait ends with the step that fills the blocks. After `WAIT_S` the request continues and is not stored.
         """
@@ -71,12 +71,12 @@ class OtherLoads:
         return False
 
     def admitted(self, tracker: RequestTracker) -> None:
-        """Note that vLLM is admitting the request. Its number of computed tokens is known at the next call."""
+        """Record that vLLM is admitting the request. Its number of computed tokens is known at the next call."""
         if tracker.request_id in self._matched:  # otherwise its load has ended
             self._admitted.append(tracker)
 
     def planned(self, scheduled: Collection[str], step: int, now: float, *, may_load: bool) -> None:
-        """Note that a step was planned. Requests with tokens that another connector loads in the step are not stored.
+        """Record that a step was planned. Requests with tokens that another connector loads in the step are not stored.
 
         Args:
             scheduled: Ids of the requests in the step.
@@ -94,7 +94,7 @@ class OtherLoads:
         self._evict_failed()
 
     def step_ended(self, step: int, bad_blocks: set[int]) -> None:
-        """Note that the ranks have reported the end of a step. `bad_blocks` are the ids of blocks that were not loaded."""
+        """Record that the ranks have reported the end of a step. `bad_blocks` are the ids of blocks that were not loaded."""
         loads, self._loads = self._loads, []
         for load in loads:
             if load.blocks & bad_blocks:

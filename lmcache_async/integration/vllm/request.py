@@ -385,13 +385,13 @@ class RequestTracker:
         self.load_failed = self._cursor.stored_skipped = False
 
     def lookup_answered(self, answered: Answered) -> None:
-        """Note the answer of the current lookup. The answer of an earlier lookup has no effect."""
+        """Record the answer of the current lookup. The answer of an earlier lookup has no effect."""
         state = self._lookup
         if state is not None and state.lookup.lookup_id == answered.lookup_id:
             state.answered = answered
 
     def local_found(self, local_tokens: int) -> None:
-        """Note that vLLM found `local_tokens` leading tokens in its own prefix cache."""
+        """Record that vLLM found `local_tokens` leading tokens in its own prefix cache."""
         self._local_tokens = local_tokens
 
     @property
@@ -486,7 +486,7 @@ class RequestTracker:
     # Admission and loads
 
     def admitted(self, load_tokens: int) -> Admission:
-        """Note that vLLM allocated blocks for the request, including those of `load_tokens` external tokens."""
+        """Record that vLLM allocated blocks for the request, including those of `load_tokens` external tokens."""
         first, self._admitted = not self._admitted, True
         state = self._lookup
         answer = state.answer if state is not None else None
@@ -509,7 +509,7 @@ class RequestTracker:
         return self._lookup.release() if self._lookup is not None and not self.is_loading else None
 
     def load_started(self, load_tokens: int) -> LoadSpan:
-        """Note that vLLM waits for `load_tokens` tokens after the local ones. Return the load.
+        """Record that vLLM waits for `load_tokens` tokens after the local ones. Return the load.
 
         Raises:
             RuntimeError: These tokens were never offered.
@@ -529,7 +529,7 @@ class RequestTracker:
         return LoadSpan(self._local_tokens, self._local_tokens, None, self._layerwise)
 
     def load_tokens_failed(self, first_token: int) -> bool:
-        """Note that tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
+        """Record that tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
 
         Return whether this is the first failure of the load.
         """
@@ -541,7 +541,7 @@ class RequestTracker:
         return first
 
     def load_ended(self) -> Release | None:
-        """Note that every rank has finished the load, or its step has ended if it is layer-wise. Return the pins' release."""
+        """Record that every rank has finished the load, or its step has ended if it is layer-wise. Return the pins' release."""
         self.is_loading = False
         state, self._load_lookup = self._load_lookup, None
         return state.release() if state is not None else None
@@ -629,7 +629,7 @@ class RequestTracker:
         return shared if shared > max(answer.hit_tokens(size), self._local_tokens) else 0
 
     def states_offered(self, boundaries: Iterable[int]) -> None:
-        """Note the numbers of tokens after which vLLM has the recurrent states, for the stores of this step only."""
+        """Record the numbers of tokens after which vLLM has the recurrent states, for the stores of this step only."""
         prompt, known = self.keys.num_prompt_tokens, self._known_boundary
         self._boundaries = sorted(
             boundary
@@ -666,7 +666,7 @@ class RequestTracker:
             self._cursor.boundaries[job_id] = boundary
 
     def store_not_shared(self, job_id: int) -> None:
-        """Note that chunks of the store did not reach a tier that other processes read."""
+        """Record that chunks of the store did not reach a tier that other processes read."""
         cursor = self._cursor
         cursor.boundaries.pop(job_id, None)
         first = cursor.first_chunks.get(job_id)

@@ -313,13 +313,13 @@ class StoreQueue:
         return tuple(jobs)
 
     def copied(self, ranks: Mapping[int, int]) -> None:
-        """Note that further ranks have copied the blocks of these jobs."""
+        """Record that further ranks have copied the blocks of these jobs."""
         for job_id in self._of_all_ranks(self._copied, ranks):
             self._pins.unpin(job_id)
             self._forget_keys(job_id)
 
     def answered(self, ranks: Mapping[int, int], unshared: Mapping[int, int]) -> bool:
-        """Note that the tiers of further ranks have answered these jobs; see `WorkerReport`.
+        """Record that the tiers of further ranks have answered these jobs; see `WorkerReport`.
 
         Return whether every rank has now answered some job, and all chunks of that job have reached shared tiers.
         """
