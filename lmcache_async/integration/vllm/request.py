@@ -541,7 +541,7 @@ class RequestTracker:
         return first
 
     def load_ended(self) -> Release | None:
-        """Record that every rank has finished the load, or its step has ended if it is layer-wise. Return the pins' release."""
+        """Record the end of a load, on every rank or with the step of a layer-wise load. Return the release of its pins."""
         self.is_loading = False
         state, self._load_lookup = self._load_lookup, None
         return state.release() if state is not None else None
