@@ -30,11 +30,16 @@ def parse_address(text: str, message: str) -> SplitResult:
 
 
 def open_client(token: str, token_name: str) -> httpx.AsyncClient:
-    """Return a client that sends the token; open it with `async with`. Proxies of the environment are not used."""
+    """Return a client that sends the token; open it with `async with`.
+
+    Of the environment, SSL_CERT_FILE and SSL_CERT_DIR are used, but no proxies.
+    """
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"{token_name} contains characters that a key cannot have, such as a line break")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.AsyncClient(headers=headers, timeout=None, trust_env=False)
+    return httpx.AsyncClient(
+        headers=headers, timeout=None, trust_env=False, verify=httpx.create_ssl_context(trust_env=True)
+    )
 
 
 async def request_json(
@@ -75,7 +80,9 @@ def _explained(url: str, error: Exception, hint: str) -> ConfigError | TierUnava
         cause = inner
     if isinstance(cause, ssl.SSLCertVerificationError):
         text = f"the server's certificate cannot be trusted: {cause.verify_message}"
-        return ConfigError(f"{url}: {text}")
+        return ConfigError(
+            f"{url}: {text}; set SSL_CERT_FILE to a file with the certificate of its authority"
+        )
     is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
     is_closed = "disconnected" in str(error) or "peer closed" in str(error)  # before or during the response
     if is_protocol_error and not is_closed:

@@ -12,7 +12,9 @@ import pytest
 
 from lmcache_async.cli.top import StatusClient
 from lmcache_async.errors import ConfigError, TierUnavailableError
+from tests.support.certificates import Authority
 from tests.support.secret_files import secret_file
+from tests.web.serving import served
 from tests.web.top_calls import call
 
 
@@ -45,6 +47,18 @@ def test_no_answer_is_an_error_message() -> None:
     assert code == 1
     assert f"no server answers at http://127.0.0.1:{port}/status.json: Connection refused" in shown
     assert "Traceback" not in shown
+
+
+def test_the_certificate_of_an_authority_in_ssl_cert_file_is_accepted(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with served(**{"http.tls_cert_file": str(authority.issue("server"))}) as engine:
+        code, shown = call(engine.url, "--once", "--json")
+        assert code == 2
+        assert "cannot be trusted" in shown
+        assert "set SSL_CERT_FILE" in shown
+
+        code, shown = call(engine.url, "--once", "--json", SSL_CERT_FILE=str(authority.file))
+        assert (code, '"tiers"' in shown) == (0, True), shown
 
 
 @pytest.mark.parametrize(
