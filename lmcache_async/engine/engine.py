@@ -302,7 +302,8 @@ class CacheEngine:
                         request, timeout_s=left(), on_copied=copied
                     )
                 except (BudgetExceededError, TierError) as error:
-                    batches = [BatchStored(dropped=Counter({type(error).__name__: len(request.chunks) or 1}))]
+                    chunks = len(request.chunks) or -(-len(request.tokens) // self.namespace.chunk_size)
+                    batches = [BatchStored(dropped=Counter({type(error).__name__: chunks}))]
                 waiting = [write for batch in batches for write in batch.outcomes.pending()]
                 if waiting:
                     await asyncio.wait(waiting, timeout=left())
