@@ -37,18 +37,20 @@ def test_one_rank_and_two_ranks_load_each_others_records(
     with engines.started(transfer, **options) as engine:
         computed = engine.ask_all(of_one)
         engine.settle()
-        engine.close()
+        logs = [engine.log(), engine.close()]
     with engines.started(transfer, **options, **TWO_RANKS) as engine:
         engine.wait_for_hit()
         loaded = [engine.ask(question) for question in of_one]
         computed += engine.ask_all(of_two)
         engine.settle()
+        logs.append(engine.log())
         log = engine.close()
     with engines.started(transfer, **options) as engine:
         loaded += [engine.ask(question) for question in of_two]
         again = [engine.ask(question) for question in of_one]
 
-    assert [answer.cached_tokens for answer in loaded] == hits + hits
+    reasons = [complaints(each) for each in (*logs, log)]
+    assert [answer.cached_tokens for answer in loaded] == hits + hits, reasons
     assert [answer.cached_tokens for answer in again] == hits
     for answers in (computed, loaded):
         for question, answer in zip(of_one + of_two, answers, strict=True):
