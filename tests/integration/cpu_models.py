@@ -27,8 +27,8 @@ def replace_operations() -> None:
 def replace_operations_of_kimi_linear() -> None:
     """Let a Kimi Linear run on a CPU: replace the kernels of Kimi Delta Attention (KDA), and use vLLM's general MLA layer.
 
-    vLLM has two versions of the model. Without an AMD GPU it takes that for NVIDIA, whose MLA layer consists of Triton
-    kernels. The other one is the general layer, as long as the library for AMD GPUs is missing.
+    vLLM has two versions of the model. Without an AMD GPU it selects the one for NVIDIA, whose MLA layer uses Triton
+    kernels. The version for AMD uses the general layer if AMD's library is not installed.
     """
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
     from vllm.model_executor.models import ModelRegistry
@@ -67,10 +67,8 @@ def continue_mla_prefills() -> None:
         prefix_caching, step_tokens = cache.enable_prefix_caching, scheduler.max_num_batched_tokens
         block_size = cache.block_size
         check(vllm_config)
-        if (
-            vllm_config.model_config.is_hybrid
-        ):  # its blocks are as large as a state, not as those of the kernel
-            cache.block_size = block_size
+        if vllm_config.model_config.is_hybrid:
+            cache.block_size = block_size  # as large as a state, not as a block of the kernel
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = True, step_tokens
         cache.enable_prefix_caching = prefix_caching
 
