@@ -44,10 +44,9 @@ class CopyJob(NamedTuple):
 class Copier(Protocol):
     """Copies between one paged cache and host memory.
 
-    `gather` and `scatter` are awaited on an event loop; calls may overlap. A batch is checked as a whole
-    before any byte is copied. A cancelled call waits until the started copies have ended, then raises
-    CancelledError. After that neither device nor host memory is accessed, and it is unknown which rows were
-    copied.
+    `gather` and `scatter` are awaited on an event loop; calls may overlap. A job is checked before any byte
+    of it is copied. A cancelled call waits until the started copies have ended, then raises CancelledError. After
+    that, and after an error, neither device nor host memory is accessed, and it is unknown which rows were copied.
     """
 
     @property
@@ -75,7 +74,7 @@ class Copier(Protocol):
             copier cannot compute it more cheaply than a separate pass.
 
         Raises:
-            ValueError: A row is out of bounds, or a payload has the wrong length or form. Nothing was copied.
+            ValueError: A row is out of bounds, or a payload has the wrong length or form.
         """
 
     async def scatter(
@@ -88,7 +87,7 @@ class Copier(Protocol):
                 supports it.
 
         Raises:
-            ValueError: A row is out of bounds, or a payload has the wrong length or form. Nothing was copied.
+            ValueError: A row is out of bounds, or a payload has the wrong length or form.
         """
 
     def close(self) -> None:
@@ -103,17 +102,26 @@ class CheckedJob(NamedTuple):
     has_skips: bool
 
 
-def check_jobs(layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool) -> list[CheckedJob]:
-    """Check a whole batch before any byte of it is copied. Raises ValueError; see `Copier`."""
-    rows = [_row_ids(index, job) for index, job in enumerate(jobs)]
+def check_jobs(
+    layout: KVLayout, jobs: Sequence[CopyJob], *, writes_payload: bool, first: int = 0
+) -> list[CheckedJob]:
+    """Check jobs before any byte of them is copied. Raises ValueError; see `Copier`.
+
+    Args:
+        layout: Layout of the cache.
+        jobs: Jobs of a batch.
+        writes_payload: Whether payloads are written, and not read.
+        first: Number of the first one in the batch.
+    """
+    rows = [_row_ids(index, job) for index, job in enumerate(jobs, first)]
     # The bounds of all jobs together: for the few rows of one chunk, the overhead of NumPy's calls would dominate.
     low, high = _bounds(np.concatenate(rows)) if rows else (0, -1)
     if low < -1 or high >= layout.num_rows:
-        _refuse_rows(layout, rows)
+        _refuse_rows(layout, rows, first)
     skips = [low < 0 and bool((ids < 0).any()) for ids in rows]
     payloads = [
         _payload(layout, index, job, len(ids), writes_payload)
-        for index, (job, ids) in enumerate(zip(jobs, rows, strict=True))
+        for index, (job, ids) in enumerate(zip(jobs, rows, strict=True), first)
     ]
     return list(map(CheckedJob, rows, payloads, skips))
 
@@ -136,8 +144,8 @@ def _bounds(rows: BlockIds) -> tuple[int, int]:
     return (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
 
 
-def _refuse_rows(layout: KVLayout, rows: Sequence[BlockIds]) -> None:
-    for index, (low, high) in enumerate(map(_bounds, rows)):
+def _refuse_rows(layout: KVLayout, rows: Sequence[BlockIds], first: int) -> None:
+    for index, (low, high) in enumerate(map(_bounds, rows), first):
         if low < -1 or high >= layout.num_rows:
             bad = low if low < -1 else high
             raise ValueError(

@@ -3,7 +3,10 @@
 A batch is cut into parts. Each part of a lane has its own stream, staging memory and table of row
 addresses. One launch gathers the rows of a part, of all planes, into staging; each payload piece is then one
 long copy. Parts run on different streams, so that the bus is not idle during a launch. On the host only the
-threads of the lanes wait. The stream of the model never waits.
+threads of the lanes and of the fences wait. The stream of the model never waits.
+
+A copy is submitted when its fence is reached. A side stream that waits for the fence on the device would wait longer: on
+an H100 such stores progressed only when the model's stream had no more work.
 """
 
 from __future__ import annotations
@@ -55,49 +58,31 @@ class LaneStatistics:
     waited: int
 
 
-class Lane:
-    """Parts of one direction, and a thread that waits for their events. Used on the thread of one event loop.
+class EventThread:
+    """Thread that waits for events of a device, in the order of the calls of `watch`.
 
-    Events are awaited in the order of the calls of `watch`. An event that is reached early resolves its
-    future only after the events before it.
+    An event that is reached early is noticed only after the events before it.
 
     Args:
         name: Name of the thread.
-        parts: The parts, lent to one caller each.
         prepare: Context in which the thread waits.
     """
 
-    def __init__(
-        self, name: str, parts: Sequence[Part], prepare: Callable[[], Prepared] = contextlib.nullcontext
-    ) -> None:
+    def __init__(self, name: str, prepare: Callable[[], Prepared] = contextlib.nullcontext) -> None:
         self.closed = False
-        self._size = len(parts)
-        self._free = deque(parts)
-        self._turns = asyncio.Semaphore(len(parts))
-        self._waiting = self._waited = 0
         self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, args=(prepare,), name=name, daemon=True)
         self._thread.start()
 
-    async def acquire(self) -> Part:
-        """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
-        self._waiting += 1
-        self._waited += self._turns.locked()
-        try:
-            await self._turns.acquire()
-        finally:
-            self._waiting -= 1
-        return self._free.popleft()
+    def watch(self, event: DeviceEvent, noticed: Callable[[], object] = lambda: None) -> asyncio.Future[None]:
+        """Return a future that is resolved when the device has reached `event`, or failed.
 
-    def release(self, part: Part) -> None:
-        self._free.append(part)
-        self._turns.release()
-
-    def watch(self, part: Part, event: DeviceEvent) -> asyncio.Future[None]:
-        """Release the part and resolve the returned future when the device has reached `event`, or failed.
+        Args:
+            event: The event.
+            noticed: Called on the event loop before the future is resolved, also if the future was cancelled.
 
         Raises:
-            EngineClosedError: The lane is closed.
+            EngineClosedError: The thread is closed.
         """
         if self.closed:
             raise EngineClosedError("the copier is closed")
@@ -105,7 +90,7 @@ class Lane:
         future: asyncio.Future[None] = loop.create_future()
 
         def settle(error: Exception | None) -> None:
-            self.release(part)
+            noticed()
             if future.done():
                 return
             if error is None:
@@ -115,9 +100,6 @@ class Lane:
 
         self._watched.put((event, loop, settle))
         return future
-
-    def statistics(self) -> LaneStatistics:
-        return LaneStatistics(self._size, len(self._free), self._waiting, self._waited)
 
     def close(self) -> None:
         """Wait for all watched events, then end the thread. Idempotent."""
@@ -141,6 +123,58 @@ class Lane:
                     loop.call_soon_threadsafe(settle, error)
 
 
+class Lane:
+    """Parts of one direction, and a thread that waits for their events. Used on the thread of one event loop.
+
+    Args:
+        name: Name of the thread.
+        parts: The parts, lent to one caller each.
+        prepare: Context in which the thread waits.
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[Part], prepare: Callable[[], Prepared] = contextlib.nullcontext
+    ) -> None:
+        self._size = len(parts)
+        self._free = deque(parts)
+        self._turns = asyncio.Semaphore(len(parts))
+        self._waiting = self._waited = 0
+        self._events = EventThread(name, prepare)
+
+    @property
+    def closed(self) -> bool:
+        return self._events.closed
+
+    async def acquire(self) -> Part:
+        """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
+        self._waiting += 1
+        self._waited += self._turns.locked()
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        return self._free.popleft()
+
+    def release(self, part: Part) -> None:
+        self._free.append(part)
+        self._turns.release()
+
+    def watch(self, part: Part, event: DeviceEvent) -> asyncio.Future[None]:
+        """Release the part and resolve the returned future when the device has reached `event`, or failed.
+
+        Raises:
+            EngineClosedError: The lane is closed.
+        """
+        return self._events.watch(event, lambda: self.release(part))
+
+    def statistics(self) -> LaneStatistics:
+        return LaneStatistics(self._size, len(self._free), self._waiting, self._waited)
+
+    def close(self) -> None:
+        """Wait for all watched events, then end the thread. Idempotent."""
+        self._events.close()
+
+
 class Streams(Protocol):
     """CUDA operations of the copier, replaced by a fake in tests without a GPU. `stream` is opaque."""
 
@@ -159,102 +193,30 @@ class Streams(Protocol):
     def record_current(self) -> DeviceEvent:
         """Record an event after all work submitted to the current stream of this thread."""
 
+    def reached(self, event: DeviceEvent) -> bool:
+        """Return whether the device has reached an event of `record_current`, or failed. The host does not wait."""
+
     def wait(self, stream: Any, event: DeviceEvent) -> None:
-        """Let work submitted to `stream` from now on run after `event`. The host does not wait."""
+        """Let work submitted to `stream` from now on run after an event of `record_current`. The host does not wait."""
 
     def pinned(self, num_words: int) -> torch.Tensor:
         """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
-PROBE_CYCLES = 4_000_000
-"""Cycles of one of the kernels that probe streams, about two milliseconds."""
-
-SPARES = 8
-"""Streams of each priority that may replace others."""
-
-MAX_PROBES = 4
-"""Streams of the model for which side streams are probed."""
-
-
-class SideStream:
-    """A stream of a part. `stream` is replaced between two parts, on the thread of the loop."""
-
-    __slots__ = ("priority", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream, priority: int) -> None:
-        self.stream = stream
-        self.priority = priority
-
-
 class TorchStreams:
-    """Streams of torch.cuda.
-
-    CUDA maps streams to few hardware queues, 8 by default, and work in one queue starts in the order of its submission
-    (CUDA programming guide, environment variable CUDA_DEVICE_MAX_CONNECTIONS). A side stream in the queue of the model's
-    stream waits for all work that the model has submitted. Eight consecutive streams of torch are in all queues, so one
-    of the eight streams of the parts shares that of the model.
-
-    The stream of the model is known from the first fence. The next copy probes all side streams and some spare ones,
-    without waiting: three kernels of two milliseconds are submitted to the model's stream, and then one to each other stream.
-    A later copy replaces the streams whose kernel did not end before the third of these began. Side streams are used on one
-    thread.
-    """
+    """Streams of torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index  # torch takes 25 us to convert a device to its index
-        self._sides: list[SideStream] = []
-        self._using = False  # whether a side stream is the current stream
-        self._model: torch.cuda.Stream | None = None
-        self._probed: set[int] = set()  # streams of the model
-        self._probe: _Probe | None = None
 
     def thread(self) -> Prepared:
         return cuda_thread(self._device)
 
-    def open(self, priority: int) -> SideStream:
-        side = SideStream(self._new(priority), priority)
-        self._sides.append(side)
-        return side
-
-    @contextlib.contextmanager
-    def use(self, stream: SideStream) -> Iterator[None]:
-        try:
-            self._separate()
-        except Exception as error:  # noqa: BLE001  no copy depends on it
-            self._probe = None
-            logger.warning("CUDA streams cannot be probed: %s", error)
-        self._using = True
-        try:
-            with self._current(stream.stream):
-                yield
-        finally:
-            self._using = False
-
-    def record(self, stream: SideStream) -> DeviceEvent:
-        # The thread of the lane blocks on the event; by default it would busy-wait.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream.stream)
-        return event
-
-    def record_current(self) -> DeviceEvent:
-        current = torch.cuda.current_stream(self._device)
-        if not self._using:
-            self._model = current
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(current)
-        return event
-
-    def wait(self, stream: SideStream, event: DeviceEvent) -> None:
-        stream.stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
-
-    def pinned(self, num_words: int) -> torch.Tensor:
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
-
-    def _new(self, priority: int) -> torch.cuda.Stream:
+    def open(self, priority: int) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def _current(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def use(self, stream: torch.cuda.Stream) -> Iterator[None]:
         # `torch.cuda.stream` takes longer. At its end it also selects the previous device, which creates a context on that
         # device if it is not the device of the stream. `torch.cuda.device` does not.
         with torch.cuda.device(self._device):
@@ -265,77 +227,24 @@ class TorchStreams:
             finally:
                 torch.cuda.set_stream(before)
 
-    def _separate(self) -> None:
-        """Move the side streams out of the hardware queue of the model's stream, if a probe has found any there."""
-        probe, model = self._probe, self._model
-        if probe is not None:
-            with self.thread():  # a query of an event would invalidate a graph that another thread captures
-                ended = probe.ended()
-            if ended:
-                self._probe = None
-                self._replace(*probe.result())
-        elif model is not None and model.cuda_stream not in self._probed and len(self._probed) < MAX_PROBES:
-            self._probed.add(model.cuda_stream)
-            self._start_probe(model)
+    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
+        # The thread that waits for the event blocks; by default it would busy-wait.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
-    def _start_probe(self, model: torch.cuda.Stream) -> None:
-        spares = [
-            SideStream(self._new(priority), priority)
-            for priority in {side.priority for side in self._sides}
-            for _ in range(SPARES)
-        ]
-        limit = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        with self._current(model):
-            if torch.cuda.is_current_stream_capturing():
-                self._probed.discard(model.cuda_stream)
-                return  # the kernels would become part of the graph
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-            limit.record(model)
-            torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
-        probe = _Probe(limit)
-        for side in (*self._sides, *spares):
-            own = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            with self._current(side.stream):
-                torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-                own.record(side.stream)
-            probe.sides.append((side, side.stream, own))
-        self._probe = probe
+    def record_current(self) -> DeviceEvent:
+        return self.record(torch.cuda.current_stream(self._device))
 
-    def _replace(self, separate: Sequence[SideStream], shared: Sequence[SideStream]) -> None:
-        spares = [side for side in separate if side not in self._sides]
-        for side in shared:
-            if side not in self._sides:
-                continue
-            spare = next((spare for spare in spares if spare.priority == side.priority), None)
-            if spare is None:
-                logger.warning(
-                    "a CUDA stream of copies shares a hardware queue with the model's stream, and no other was found: copies"
-                    " wait for the model. A higher CUDA_DEVICE_MAX_CONNECTIONS may help"
-                )
-                return
-            spares.remove(spare)
-            side.stream = spare.stream
+    def reached(self, event: DeviceEvent) -> bool:
+        with self.thread():  # a query would invalidate a graph that another thread captures
+            return bool(event.query())  # type: ignore[attr-defined]  # an event of `record_current`
 
+    def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
+        stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
 
-class _Probe:
-    """Events of a probe: the start of the third kernel on the model's stream, and one after a kernel on each other stream."""
-
-    def __init__(self, limit: torch.cuda.Event) -> None:
-        self.sides: list[tuple[SideStream, torch.cuda.Stream, torch.cuda.Event]] = []
-        self._limit = limit
-
-    def ended(self) -> bool:
-        return all(event.query() for event in (self._limit, *(own for *_, own in self.sides)))  # type: ignore[no-untyped-call]
-
-    def result(self) -> tuple[list[SideStream], list[SideStream]]:
-        """Return the sides that are in other hardware queues than the model's stream, and those that share its queue."""
-        separate, shared = list[SideStream](), list[SideStream]()
-        for side, stream, own in self.sides:
-            if side.stream == stream:
-                early = own.elapsed_time(self._limit) > 0
-                (separate if early else shared).append(side)
-        return separate, shared
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,7 +268,12 @@ class Lanes:
     streams: Streams
     store: Lane
     load: Lane
+    fences: EventThread
     part_bytes: int
+
+    def close(self) -> None:
+        for each in (self.fences, self.store, self.load):
+            each.close()
 
 
 class CudaCopier:
@@ -384,20 +298,17 @@ class CudaCopier:
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:
         del digest  # the device writes the payloads, so the host would have to read them again
-        checked = check_jobs(self.layout, jobs, writes_payload=True)
-        await self._run(checked, fence, self._lanes.store)
+        await self._run(jobs, fence, self._lanes.store)
         return None
 
     async def scatter(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, progress: LoadProgress | None = None
     ) -> None:
         del progress  # only the end of the whole load is reported
-        checked = check_jobs(self.layout, jobs, writes_payload=False)
-        await self._run(checked, fence, self._lanes.load)
+        await self._run(jobs, fence, self._lanes.load)
 
     def close(self) -> None:
-        self._lanes.store.close()
-        self._lanes.load.close()
+        self._lanes.close()
 
     def statistics(self) -> tuple[LaneStatistics, LaneStatistics]:
         """Return the statistics of the lane of stores and of the lane of loads."""
@@ -407,16 +318,21 @@ class CudaCopier:
         """Return the bytes of each copy over the bus for jobs with `num_rows` rows, none of them skipped."""
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
-    async def _run(self, jobs: Sequence[CheckedJob], fence: Fence | None, lane: Lane) -> None:
+    async def _run(self, jobs: Sequence[CopyJob], fence: Fence | None, lane: Lane) -> None:
+        if fence is not None and not self._streams.reached(fence):
+            await self._lanes.fences.watch(fence)
+        checked: list[CheckedJob] = []
         running: list[asyncio.Future[None]] = []
         try:
             for pieces in self._cut([len(job.rows) for job in jobs]):
                 part = await lane.acquire()
                 try:
-                    self._submit(part, jobs, pieces, fence, lane)
+                    self._check(jobs, checked, pieces[-1].job + 1, lane)
+                    self._submit(part, checked, pieces, lane)
                 finally:
                     # Also after an error: work submitted before it may still run.
                     running.append(self._watch(part, lane))
+            self._check(jobs, checked, len(jobs), lane)
         finally:
             # The device uses payloads, tables and staging until it has finished, also after a cancellation.
             await run_shielded(asyncio.gather(*running, return_exceptions=True))
@@ -424,6 +340,14 @@ class CudaCopier:
             list(map(asyncio.Future.result, running))  # no frame refers to a single future
         finally:
             running.clear()  # breaks the reference cycle of an error and this frame, which would keep the payloads
+
+    def _check(self, jobs: Sequence[CopyJob], checked: list[CheckedJob], stop: int, lane: Lane) -> None:
+        """Check the jobs before `stop` that are not checked yet. The first part need not wait for the check of all jobs."""
+        start = len(checked)
+        if start < stop:
+            checked += check_jobs(
+                self.layout, jobs[start:stop], writes_payload=lane is self._lanes.store, first=start
+            )
 
     def _watch(self, part: Part, lane: Lane) -> asyncio.Future[None]:
         try:
@@ -440,7 +364,6 @@ class CudaCopier:
         part: Part,
         jobs: Sequence[CheckedJob],
         pieces: Sequence[Piece],
-        fence: Fence | None,
         lane: Lane,
     ) -> None:
         if lane.closed:
@@ -452,8 +375,6 @@ class CudaCopier:
             steps = self.mover.fill(part.positions, jobs, pieces)
             entries = sum(piece.stop - piece.start for piece in pieces) * self.mover.columns
             part.table[:entries].copy_(part.host_table[:entries], non_blocking=True)
-            if fence is not None:
-                self._streams.wait(part.stream, fence)
             self.mover.move(steps, part.table, part.staging, to_staging=to_host)
             if to_host:
                 self._copy_payloads(part.staging, jobs, pieces, to_host=True)
@@ -549,7 +470,8 @@ def open_cuda_copiers(
         streams.wait(part.stream, allocated)
     store = Lane("lmcache-async-gather", stores, streams.thread)
     load = Lane("lmcache-async-scatter", loads, streams.thread)
-    lanes = Lanes(streams, store, load, part_bytes)
+    fences = EventThread("lmcache-async-fences", streams.thread)
+    lanes = Lanes(streams, store, load, fences, part_bytes)
     return [CudaCopier(layout, mover, lanes) for layout, mover in zip(layouts, movers, strict=True)]
 
 

@@ -17,6 +17,9 @@ class FakeEvent:
         self._error = error
         self.noticed = False
 
+    def reached(self) -> bool:
+        return self._gate.is_set() and self._error is None
+
     def synchronize(self) -> None:
         self._gate.wait()
         self.noticed = True
@@ -71,6 +74,9 @@ class FakeStreams:
 
     def record_current(self) -> FakeEvent:
         return FakeEvent(self.gate, self.error)
+
+    def reached(self, event: object) -> bool:
+        return isinstance(event, FakeEvent) and event.reached()
 
     def wait(self, stream: int, event: object) -> None:
         del event

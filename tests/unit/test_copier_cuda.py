@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +16,8 @@ from lmcache_async.device import cuda
 from lmcache_async.device.copier import CopyJob
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import (
-    MAX_PROBES,
-    PARTS,
     Lane,
     LaneStatistics,
-    SideStream,
     TorchStreams,
     open_cuda_copiers,
 )
@@ -105,15 +101,83 @@ def test_payloads_are_those_of_the_cpu_copier_and_scatter_touches_no_other_byte(
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
-async def test_a_copy_runs_behind_its_fence_on_one_stream(way):
+async def test_a_copy_is_submitted_to_one_stream_when_its_fence_is_reached(way):
     copier, streams = fake_copier(CacheForm().build(4))
+    gate = streams.close_gate()
+    fence = copier.fence()
+    streams.close_gate().set()
     streams.log.clear()
 
-    await getattr(copier, way)([job_of(copier.layout, [1, 2])], copier.fence())
+    copying = asyncio.ensure_future(getattr(copier, way)([job_of(copier.layout, [1, 2])], fence))
+    await turns(5)
+    assert streams.log == []
+    gate.set()
+    await copying
     copier.close()
 
-    assert [what for what, _ in streams.log] == ["use", "wait", way, "record"]
+    assert [what for what, _ in streams.log] == ["use", way, "record"]
     assert len({stream for what, stream in streams.log if what != way}) == 1
+
+
+async def test_copies_without_a_pending_fence_pass_one_that_waits_for_its_fence():
+    copier, streams = fake_copier(CacheForm().build(4))
+    gate = streams.close_gate()
+    fence = copier.fence()
+    streams.close_gate().set()
+    jobs = [job_of(copier.layout, [1, 2])]
+    waiting = asyncio.ensure_future(copier.gather(jobs, fence))
+    await turns(1)
+
+    await copier.gather(jobs)
+    await copier.gather(jobs, copier.fence())
+    await copier.scatter(jobs, copier.fence())
+
+    assert not waiting.done()
+    gate.set()
+    await waiting
+    copier.close()
+
+
+async def test_a_copy_that_is_cancelled_before_its_fence_is_reached_submits_nothing():
+    copier, streams = fake_copier(CacheForm().build(4))
+    gate = streams.close_gate()
+    fence = copier.fence()
+    streams.log.clear()
+    copying = asyncio.ensure_future(copier.gather([job_of(copier.layout, [1, 2])], fence))
+    await turns(1)
+
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    gate.set()
+    copier.close()
+
+    assert streams.log == []
+    assert all_free(copier)
+
+
+async def test_an_error_of_the_device_before_a_fence_is_raised():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.error = RuntimeError("illegal address")
+    fence = copier.fence()
+
+    with pytest.raises(RuntimeError, match="illegal address"):
+        await copier.gather([job_of(copier.layout, [0])], fence)
+    copier.close()
+
+
+async def test_a_copier_closed_while_a_copy_waits_for_its_fence_refuses_it():
+    copier, streams = fake_copier(CacheForm().build(4))
+    gate = streams.close_gate()
+    fence = copier.fence()
+    copying = asyncio.ensure_future(copier.gather([job_of(copier.layout, [0])], fence))
+    await turns(1)
+
+    gate.set()
+    copier.close()
+
+    with pytest.raises(EngineClosedError):
+        await copying
 
 
 async def test_side_streams_wait_for_earlier_users_of_their_memory():
@@ -130,7 +194,7 @@ def test_stores_and_loads_have_a_priority_each_and_a_prepared_thread():
     copier.close()
 
     assert streams.priorities == [0] * cuda.PARTS + [-1] * cuda.PARTS
-    assert sorted(streams.prepared) == ["lmcache-async-gather", "lmcache-async-scatter"]
+    assert sorted(streams.prepared) == [f"lmcache-async-{name}" for name in ("fences", "gather", "scatter")]
 
 
 def test_no_thread_is_left_when_memory_is_missing(monkeypatch):
@@ -161,7 +225,7 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device} before")
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(("stream", stream)))
 
-    with pytest.raises(KeyError), TorchStreams(torch.device("cuda", 1)).use(SideStream("side", 0)):
+    with pytest.raises(KeyError), TorchStreams(torch.device("cuda", 1)).use("side"):
         raise KeyError
 
     assert log == [
@@ -170,176 +234,6 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
         ("stream", "stream of 1 before"),
         ("end", "device"),
     ]
-
-
-class FakeStream:
-    def __init__(self, queue, number):
-        self.queue = queue
-        self.cuda_stream = number
-        self.end = 0
-
-
-class FakeCuda:
-    """Streams of torch.cuda on hardware queues: work in one queue starts in the order of its submission.
-
-    Args:
-        queues: Number of queues. Created streams are in queue 0, 1, 2 and so on, the default stream in queue 0.
-    """
-
-    def __init__(self, queues: int) -> None:
-        self._starts = [0] * queues  # of the last work in each queue
-        self._created = 0
-        self.current = self.default = FakeStream(0, 0)
-        self.capturing = False
-        self.ended = True
-        self.elapsed_time = True
-
-    def Stream(self, device, priority):
-        stream = FakeStream(self._created % len(self._starts), self._created + 1)
-        self._created += 1
-        return stream
-
-    def current_stream(self, device):
-        return self.current
-
-    def set_stream(self, stream):
-        self.current = stream
-
-    def device(self, device):
-        return contextlib.nullcontext()
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def _sleep(self, cycles):
-        start = max(self.current.end, self._starts[self.current.queue])
-        self._starts[self.current.queue] = start
-        self.current.end = start + cycles
-
-    def Event(self, enable_timing=False):
-        event = SimpleNamespace(time=0, query=lambda: self.ended)
-        event.record = lambda stream: setattr(event, "time", stream.end)
-        event.elapsed_time = self.elapsed_time and (lambda other: other.time - event.time)
-        return event
-
-    def copy(self, streams, side, model):
-        """Take a fence on the model's stream, and use a side stream on another thread."""
-        self.current = model
-        streams.record_current()
-        self.current = self.default
-        with streams.use(side):
-            used = self.current
-        assert self.current is self.default
-        return used
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    fake = FakeCuda(queues=8)
-    monkeypatch.setattr(torch, "cuda", fake)
-    return fake
-
-
-def queues_of(sides):
-    return [side.stream.queue for side in sides]
-
-
-@pytest.mark.parametrize("queue", range(8))
-def test_side_streams_leave_the_hardware_queue_of_the_stream_of_the_model(fake_cuda, queue):
-    streams, model = TorchStreams(torch.device("cuda", 0)), FakeStream(queue, 100)
-    sides = [streams.open(0) for _ in range(PARTS)] + [streams.open(-1) for _ in range(PARTS)]
-    before = queues_of(sides)
-
-    used = [fake_cuda.copy(streams, sides[queue], model) for _ in range(3)]
-
-    assert model.queue not in queues_of(sides)
-    assert [now for now, then in zip(queues_of(sides), before, strict=True) if then != queue] == [
-        then for then in before if then != queue
-    ]
-    assert used[0].queue == queue  # the first copy only begins the probe
-    assert used[1] is used[2] is sides[queue].stream
-
-
-def test_a_side_stream_that_is_the_stream_of_the_model_is_replaced(fake_cuda):
-    """Torch has 32 streams of each priority and returns them in turn."""
-    streams = TorchStreams(torch.device("cuda", 0))
-    sides = [streams.open(0) for _ in range(PARTS)]
-    model = sides[2].stream
-
-    for _ in range(2):
-        fake_cuda.copy(streams, sides[0], model)
-
-    assert model.queue not in queues_of(sides)
-
-
-@pytest.mark.parametrize("missing", ["_sleep", "is_current_stream_capturing", "elapsed_time"])
-def test_a_failed_probe_is_reported_once_and_fails_no_copy(fake_cuda, caplog, missing):
-    streams = TorchStreams(torch.device("cuda", 0))
-    side = streams.open(0)
-    setattr(fake_cuda, missing, None)
-
-    for _ in range(4):
-        assert fake_cuda.copy(streams, side, fake_cuda.default) is side.stream
-
-    assert caplog.text.count("CUDA streams cannot be probed") == 1
-
-
-def test_a_probe_is_evaluated_when_all_of_it_has_ended(fake_cuda):
-    streams = TorchStreams(torch.device("cuda", 0))
-    sides = [streams.open(0) for _ in range(PARTS)]
-    fake_cuda.ended = False
-
-    for _ in range(3):
-        fake_cuda.copy(streams, sides[0], fake_cuda.default)
-    assert 0 in queues_of(sides)
-    fake_cuda.ended = True
-    fake_cuda.copy(streams, sides[0], fake_cuda.default)
-
-    assert 0 not in queues_of(sides)
-
-
-def test_streams_of_the_model_are_probed_once_each_and_side_streams_are_none_of_them(fake_cuda):
-    streams = TorchStreams(torch.device("cuda", 0))
-    side = streams.open(0)
-    models = [FakeStream(queue, 100 + queue) for queue in range(2 * MAX_PROBES)]
-
-    ends = []
-    for model in [*models, *models]:
-        for _ in range(2):
-            fake_cuda.copy(streams, side, model)
-        ends.append(model.end)
-    with streams.use(side):
-        streams.record_current()
-    before = side.stream.end
-    with streams.use(side):
-        pass
-
-    assert [end > 0 for end in ends] == ([True] * MAX_PROBES + [False] * MAX_PROBES) * 2
-    assert ends[: 2 * MAX_PROBES] == ends[2 * MAX_PROBES :]
-    assert side.stream.end == before
-
-
-def test_nothing_is_submitted_to_a_stream_that_is_captured(fake_cuda):
-    streams, model = TorchStreams(torch.device("cuda", 0)), FakeStream(3, 100)
-    fake_cuda.capturing = True
-
-    fake_cuda.copy(streams, streams.open(0), model)
-
-    assert model.end == 0
-
-
-def test_a_single_hardware_queue_is_reported(monkeypatch, caplog):
-    fake_cuda = FakeCuda(queues=1)
-    monkeypatch.setattr(torch, "cuda", fake_cuda)
-    streams = TorchStreams(torch.device("cuda", 0))
-    side = streams.open(0)
-    stream = side.stream
-
-    for _ in range(2):
-        fake_cuda.copy(streams, side, fake_cuda.default)
-
-    assert side.stream is stream
-    assert "a CUDA stream of copies shares a hardware queue with the model's stream" in caplog.text
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():
@@ -485,15 +379,27 @@ async def test_an_error_of_the_device_is_raised_and_leaves_the_ring_whole():
     copier.close()
 
 
-async def test_an_invalid_job_submits_nothing_to_the_device():
-    copier, streams = fake_copier(CacheForm().build(4))
+@pytest.mark.parametrize("rows", [[0], []], ids=["copied before", "no rows"])
+async def test_an_invalid_job_is_named_and_not_submitted(rows):
+    copier, streams = fake_copier(CacheForm().build(4), staging_bytes=1)
+    valid, invalid = job_of(copier.layout, rows), job_of(copier.layout, [4])
     streams.log.clear()
 
-    with pytest.raises(ValueError, match="row 4"):
-        await copier.gather([job_of(copier.layout, [0]), job_of(copier.layout, [4])])
+    with pytest.raises(ValueError, match="job 1: row 4"):
+        await copier.gather([valid, invalid])
     copier.close()
 
-    assert streams.log == []
+    assert sum(what == "gather" for what, _ in streams.log) == len(rows) * copier.layout.num_planes
+    assert all_free(copier)
+
+
+async def test_jobs_without_rows_are_checked():
+    copier, _ = fake_copier(CacheForm().build(4))
+    job = job_of(copier.layout, [0])
+
+    with pytest.raises(ValueError, match="job 1: 0 rows need"):
+        await copier.gather([job, CopyJob(np.array([], np.int64), np.zeros(1, np.uint8))])
+    copier.close()
 
 
 async def test_a_read_only_payload_can_be_scattered():

@@ -83,8 +83,14 @@ class Gpu(Protocol):
             ConfigError: The memory cannot be pinned.
         """
 
-    def products(self, size: int) -> Products:
-        """Return products of two matrices of `size` rows and columns."""
+    def products(self, size: int, *, constant: bool = False) -> Products:
+        """Return products of two matrices of `size` rows and columns.
+
+        Args:
+            size: Rows and columns.
+            constant: All elements are equal, which takes less power than random ones. With random ones a GPU is at the limit
+                of its power, and lowers its clock for anything that runs beside them.
+        """
 
     def trim(self) -> None:
         """Return unused memory of the allocator to the device."""
@@ -127,8 +133,8 @@ class CudaGpu(Gpu):
         finally:
             region.close()
 
-    def products(self, size: int) -> Products:
-        return _CudaProducts(size, self.device)
+    def products(self, size: int, *, constant: bool = False) -> Products:
+        return _CudaProducts(size, self.device, constant=constant)
 
     def trim(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -136,9 +142,10 @@ class CudaGpu(Gpu):
 
 
 class _CudaProducts:
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, *, constant: bool) -> None:
+        make = torch.ones if constant else torch.randn
         self._left, self._right, self._product = (
-            torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(3)
+            make(size, size, device=device, dtype=torch.bfloat16) for _ in range(3)
         )
 
     def ask(self, count: int) -> Running:
@@ -201,7 +208,8 @@ class HostGpu(Gpu):
     def pin(self, nbytes: int) -> Iterator[HostBytes]:
         yield np.zeros(nbytes, np.uint8)
 
-    def products(self, size: int) -> Products:
+    def products(self, size: int, *, constant: bool = False) -> Products:
+        del constant
         return _HostProducts(size)
 
     def trim(self) -> None:

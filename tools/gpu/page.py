@@ -85,7 +85,7 @@ def _profile_targets(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
         return
     yield worst("paged copy, ratio to one contiguous copy", "ratio", least=0.97)
     yield from medians("time of compute beside copies, ratio to compute alone", "compute_slowdown", most=1.02)
-    # A GPU changes its clock with its power. The cycles of compute do not depend on it.
+    # The cycles do not depend on the clock, which a GPU changes with its power.
     yield from medians("cycles of compute beside copies, ratio to compute alone", "compute_cycles", most=1.02)
     yield worst("microseconds of a fence on the model's busy stream", "model_thread_us", most=100)
     waits = [(row["calls"]["waits for streams"] or 0, row) for row in rows if "calls" in row]
@@ -174,6 +174,11 @@ BESIDE = {
     "compute_slowdown_by_plain_copy": "compute beside a plain copy: time",
     "compute_cycles_by_plain_copy": "cycles",
     "beside_gb_per_s_by_plain_copy": "GB/s beside compute",
+    "compute_slowdown_at_power_limit": "random data, time",
+    "compute_cycles_at_power_limit": "cycles",
+    "beside_gb_per_s_at_power_limit": "GB/s",
+    "compute_slowdown_by_plain_copy_at_power_limit": "beside a plain copy: time",
+    "compute_cycles_by_plain_copy_at_power_limit": "cycles",
 }
 """Columns of compute beside copies: times and cycles as ratios to compute alone, and rates of the copies."""
 

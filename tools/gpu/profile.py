@@ -43,6 +43,7 @@ class Settings:
         layers: Layers of each model; 0 for its own number.
         products: Matrix products of one measurement of the compute load.
         beside_block_size: The block size with which compute beside copies is measured.
+        beside_chunks: Chunks of a batch beside compute, so that several batches are copied during the products.
     """
 
     models: tuple[str, ...] = ("llama-8b", "deepseek-mla")
@@ -50,13 +51,20 @@ class Settings:
     block_sizes: tuple[int, ...] = (16, 32, 64, 128)
     chunks: int = 128
     layers: int = 0
-    products: int = 150
+    products: int = 80
     product_size: int = 8192
     beside_block_size: int = 16
+    beside_chunks: int = 32
 
 
 QUICK = Settings(
-    models=("deepseek-mla",), block_sizes=(16, 64), chunks=1, layers=1, products=2, product_size=64
+    models=("deepseek-mla",),
+    block_sizes=(16, 64),
+    chunks=1,
+    layers=1,
+    products=2,
+    product_size=64,
+    beside_chunks=1,
 )
 
 
@@ -140,7 +148,7 @@ async def _measure(
             loop_ms = await _loop_ms(copies, way, chunks)
             beside = {}
             if shape.block_size == settings.beside_block_size:
-                beside = await _beside(copies, products, settings.products, way, chunks, frame.rounds)
+                beside = await _beside(settings, copies, way, frame.rounds)
             rows.append(
                 {
                     "cache": _name(shape),
@@ -159,27 +167,32 @@ async def _measure(
         return rows
 
 
-async def _beside(
-    copies: Copies, products: Products, count: int, way: str, chunks: int, rounds: int
-) -> dict[str, float]:
+async def _beside(settings: Settings, copies: Copies, way: str, rounds: int) -> dict[str, float]:
     """Measure products alone, beside the copier's copies, and beside plain copies of the same pieces.
 
     Returns:
         Medians over the rounds: the ratios of the times and of the cycles of a product to those of one alone in the
-        same round, and the rate of the copies beside the products in GB/s.
+        same round, and the rate of the copies beside the products in GB/s. The products are of constant matrices; the names
+        with `_at_power_limit` are of random ones.
     """
+    chunks, found = settings.beside_chunks, dict[str, list[float]]()
     paged = copies.paged(way, chunks, fenced=False)
     plain = copies.plain(way, copies.pieces(chunks))
     nbytes = copies.nbytes(chunks)
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        alone = await products_beside(products, count)
-        for copy, suffix in ((paged, ""), (plain, "_by_plain_copy")):
-            beside = await products_beside(products, count, copy, nbytes)
-            found.setdefault(f"compute_slowdown{suffix}", []).append(beside.milliseconds / alone.milliseconds)
-            found.setdefault(f"beside_gb_per_s{suffix}", []).append(beside.gb_per_s)
-            if alone.cycles:
-                found.setdefault(f"compute_cycles{suffix}", []).append(beside.cycles / alone.cycles)
+    for constant, suffix in ((True, ""), (False, "_at_power_limit")):
+        products = copies.gpu.products(settings.product_size, constant=constant)
+        for _ in range(rounds):
+            alone = await products_beside(products, settings.products)
+            for copy, by in ((paged, ""), (plain, "_by_plain_copy")):
+                beside = await products_beside(products, settings.products, copy, nbytes)
+                figures = {
+                    "compute_slowdown": beside.milliseconds / alone.milliseconds,
+                    "beside_gb_per_s": beside.gb_per_s,
+                }
+                if alone.cycles:
+                    figures["compute_cycles"] = beside.cycles / alone.cycles
+                for name, value in figures.items():
+                    found.setdefault(f"{name}{by}{suffix}", []).append(value)
     return {name: statistics.median(taken) for name, taken in found.items()}
 
 

@@ -123,6 +123,9 @@ class DelayedStreams:
     def record_current(self) -> DeviceEvent:
         return self._inner.record_current()
 
+    def reached(self, event: DeviceEvent) -> bool:
+        return self._inner.reached(event)
+
     def wait(self, stream: Any, event: DeviceEvent) -> None:
         self._inner.wait(stream, event)
 
