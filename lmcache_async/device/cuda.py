@@ -17,6 +17,7 @@ import ctypes
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 PARTS = 4
 """Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""
+
+MIN_POLL_S, MAX_POLL_S = 50e-6, 1e-3
+"""Shortest and longest time between two queries of a fence."""
 
 MAX_ENTRIES = 1 << 17
 """Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
@@ -203,6 +207,30 @@ class Streams(Protocol):
         """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
+class PolledEvent:
+    """Event of torch.cuda for which `synchronize` polls.
+
+    The default of CUDA is to busy-wait. With a blocking event no thread is busy, but when 56 of them are pending, the call
+    that records another one blocks until one is reached (H100, CUDA 13.0). Fences are recorded on the model's thread, and
+    their number has no bound.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        interval = MIN_POLL_S
+        while not self.query():
+            time.sleep(interval)
+            interval = min(2 * interval, MAX_POLL_S)
+
+
 class TorchStreams:
     """Streams of torch.cuda."""
 
@@ -233,15 +261,19 @@ class TorchStreams:
         event.record(stream)
         return event
 
-    def record_current(self) -> DeviceEvent:
-        return self.record(torch.cuda.current_stream(self._device))
+    def record_current(self) -> PolledEvent:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return PolledEvent(event)
 
     def reached(self, event: DeviceEvent) -> bool:
+        assert isinstance(event, PolledEvent)
         with self.thread():  # a query would invalidate a graph that another thread captures
-            return bool(event.query())  # type: ignore[attr-defined]  # an event of `record_current`
+            return event.query()
 
     def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
-        stream.wait_event(event)  # type: ignore[arg-type]  # an event of `record_current`
+        assert isinstance(event, PolledEvent)
+        event.wait(stream)
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int64, pin_memory=True)

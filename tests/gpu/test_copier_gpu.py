@@ -111,6 +111,18 @@ async def test_a_store_behind_a_long_kernel_reads_the_final_values():
     assert (job.payload.view(np.float32) == 7.0).all()
 
 
+async def test_fences_do_not_block_whatever_their_number():
+    with copier_of(CacheForm().build(6, device="cuda")) as copier:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SPIN_CYCLES)
+        ended = torch.cuda.Event()
+        ended.record()
+        fences = [copier.fence() for _ in range(200)]
+
+        assert not ended.query()
+        fences[-1].synchronize()
+
+
 async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():
     cache = CacheForm(dtype=torch.float32).build(6, device="cuda")
     job = pinned_job(cache.layout, [4, 2])

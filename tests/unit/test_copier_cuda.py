@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import (
     Lane,
     LaneStatistics,
+    PolledEvent,
     TorchStreams,
     open_cuda_copiers,
 )
@@ -234,6 +236,18 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
         ("stream", "stream of 1 before"),
         ("end", "device"),
     ]
+
+
+@pytest.mark.parametrize("queries", [1, 3, 9])
+def test_a_fence_is_polled_at_intervals_up_to_a_millisecond(queries, monkeypatch):
+    slept = []
+    answers = iter([False] * (queries - 1) + [True])
+    monkeypatch.setattr(cuda.time, "sleep", slept.append)
+
+    PolledEvent(SimpleNamespace(query=lambda: next(answers))).synchronize()
+
+    assert slept == [min(cuda.MIN_POLL_S * 2**number, cuda.MAX_POLL_S) for number in range(queries - 1)]
+    assert list(answers) == []
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():

@@ -249,8 +249,7 @@ class Copies:
             with streams.use(stream):
                 for source, target in pairs:
                     target.copy_(source, non_blocking=True)
-                ended = streams.record_current()  # the thread spins on it, for the lowest latency
-            ended.synchronize()
+                self.gpu.spin()
 
         return copy
 

@@ -92,6 +92,9 @@ class Gpu(Protocol):
                 of its power, and lowers its clock for anything that runs beside them.
         """
 
+    def spin(self) -> None:
+        """Busy-wait for the work submitted to the current stream, for the lowest latency."""
+
     def trim(self) -> None:
         """Return unused memory of the allocator to the device."""
 
@@ -135,6 +138,11 @@ class CudaGpu(Gpu):
 
     def products(self, size: int, *, constant: bool = False) -> Products:
         return _CudaProducts(size, self.device, constant=constant)
+
+    def spin(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
 
     def trim(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -211,6 +219,9 @@ class HostGpu(Gpu):
     def products(self, size: int, *, constant: bool = False) -> Products:
         del constant
         return _HostProducts(size)
+
+    def spin(self) -> None:
+        pass
 
     def trim(self) -> None:
         pass

@@ -33,7 +33,7 @@ AT_ONCE = 2
 """Engines that are started at once: one imports vLLM while the other one runs."""
 
 TOLERANCE = 0.01
-"""Of log-probabilities, for equal computations. One token changed near the end changes them by more than ten times this."""
+"""Of log-probabilities, for equal computations. One token changed near the end changes them by more than five times this."""
 
 BATCH_TOLERANCE = 0.5
 """Of log-probabilities of the first token in bfloat16, if the rest of the batch differs."""
@@ -75,7 +75,7 @@ class Judge:
                 self._row(name, row, plain[index] if plain else None)
             self._batch(name, found["batch"])
             change = difference(found["changed"], found["rows"][0]["own"], 1)
-            if change < 10 * TOLERANCE and not quick:
+            if change < 5 * TOLERANCE and not quick:
                 self._problem(f"{name}: one changed token changes the answer by only {change:.3g}")
 
     def rows(self) -> list[dict[str, Any]]:
