@@ -61,6 +61,12 @@ class Copier(Protocol):
             The fence; None if submitted work is complete when the submitting call returns, as on a CPU.
         """
 
+    async def wait_fence(self, fence: Fence) -> None:
+        """Wait until the device has reached `fence`, without blocking a thread of the caller.
+
+        If the call is cancelled, the fence can still be used. Raises the error of the device.
+        """
+
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:

@@ -56,6 +56,9 @@ class CpuCopier:
     def fence(self) -> Fence | None:
         return None
 
+    async def wait_fence(self, fence: Fence) -> None:
+        del fence  # there is none: submitted work is complete
+
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:

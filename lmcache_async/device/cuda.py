@@ -5,8 +5,8 @@ addresses. One launch gathers the rows of a part, of all planes, into staging; e
 long copy. Parts run on different streams, so that the bus is not idle during a launch. On the host only the
 threads of the lanes and of the fences wait. The stream of the model never waits.
 
-A copy is submitted when its fence is reached. A side stream that waits for the fence on the device would wait longer: on
-an H100 such stores progressed only when the model's stream had no more work.
+A copy takes a part when its fence is reached. Otherwise copies whose fences are reached later would occupy all parts, and
+all copies would end after the last of these fences.
 """
 
 from __future__ import annotations
@@ -217,9 +217,11 @@ class PolledEvent:
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
+        self.reached = False
 
     def query(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        self.reached = self.reached or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self.reached
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self._event)
@@ -268,6 +270,8 @@ class TorchStreams:
 
     def reached(self, event: DeviceEvent) -> bool:
         assert isinstance(event, PolledEvent)
+        if event.reached:
+            return True
         with self.thread():  # a query would invalidate a graph that another thread captures
             return event.query()
 
@@ -326,6 +330,10 @@ class CudaCopier:
     def fence(self) -> Fence | None:
         return self._streams.record_current()
 
+    async def wait_fence(self, fence: Fence) -> None:
+        if not self._streams.reached(fence):
+            await self._lanes.fences.watch(fence)
+
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:
@@ -351,8 +359,8 @@ class CudaCopier:
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
     async def _run(self, jobs: Sequence[CopyJob], fence: Fence | None, lane: Lane) -> None:
-        if fence is not None and not self._streams.reached(fence):
-            await self._lanes.fences.watch(fence)
+        if fence is not None:
+            await self.wait_fence(fence)
         checked: list[CheckedJob] = []
         running: list[asyncio.Future[None]] = []
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from lmcache_async.device import open_copiers
 from lmcache_async.device.copier import Copier
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.tiers import stacked_tiers
-from lmcache_async.errors import ConfigError
+from lmcache_async.errors import BudgetExceededError, ConfigError
 from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
@@ -261,7 +262,7 @@ class _RunnerMaker:
             chunk_bytes=self._arena.slab_bytes,
             budget=self._store_budget,
             failed=_store_failed,
-            admit=self._admit_store,
+            admit=partial(self._admit_store, resources["copier"]),
         )
 
     def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
@@ -291,18 +292,32 @@ class _RunnerMaker:
         load = partial(self._registry.load, STAGES, third_party=third_party)
         return Chain.named([(name, build_stage(name, load(name), resources)) for name in names])
 
-    async def _admit_store(self, batch: Batch, num_chunks: int, timeout_s: float) -> None:
-        """Wait for slower tiers if the prompt is larger than the arena, because only they can store all of it.
+    async def _admit_store(self, copier: Copier, batch: Batch, num_chunks: int, timeout_s: float) -> None:
+        """Wait for the fence of the store, and for slower tiers if the prompt is larger than the arena.
 
-        Other stores do not wait. They are copied as soon as memory is free, and chunks that do not fit in the
-        queue of a slower tier are then kept in memory only.
+        Before its fence is reached, a store reserves nothing: stores with later fences would hold all bytes in flight that
+        one with an earlier fence needs.
+
+        Only slower tiers can store all of a prompt that is larger than the arena. Other stores do not wait for them. They are
+        copied as soon as memory is free, and chunks that do not fit in the queue of a slower tier are then kept in memory
+        only.
 
         Raises:
-            BudgetExceededError: The tiers did not write enough within `timeout_s`.
+            BudgetExceededError: The fence was not reached, or the tiers did not write enough, within `timeout_s`.
         """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        if batch.request.fence is not None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await copier.wait_fence(batch.request.fence)
+            except TimeoutError as error:
+                raise BudgetExceededError(
+                    f"the device did not reach the fence in {timeout_s:.3g} s"
+                ) from error
         if num_chunks > self._arena.num_slabs:
             keys = [chunk.key for chunk in batch.chunks]
-            batch.scope.add(await self._stack.reserve_writes(keys, timeout_s=timeout_s))
+            batch.scope.add(await self._stack.reserve_writes(keys, timeout_s=deadline - clock()))
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:

@@ -4,15 +4,20 @@ import asyncio
 import re
 
 import numpy as np
+import pytest
 import torch
 
 from lmcache_async.device import open_copiers
+from lmcache_async.device.cuda import open_cuda_copiers
+from lmcache_async.device.movers import TorchMover
 from lmcache_async.hashing.namespace import namespace_id
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import GatedTier
 from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import turns
 from tests.support import engines
 from tests.support.engines import chunks_of, leased
+from tests.support.fake_streams import FakeStreams
 from tests.support.tiers import Made, ParkingTier, altered, hang, registry_of
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
@@ -195,3 +200,64 @@ async def test_gpu_settings_reach_the_copier(monkeypatch):
         "store_priority": 0,
         "load_priority": -1,
     }
+
+
+def open_with_fake_streams(rig, streams, monkeypatch, **settings):
+    """Open an engine with the GPU copier on the host."""
+
+    def opened(layouts, **_):
+        return open_cuda_copiers(layouts, streams=streams, movers=[TorchMover(each) for each in layouts])
+
+    monkeypatch.setattr("lmcache_async.engine.builder.open_copiers", opened)
+    return rig.open(**settings)
+
+
+def closed_fence(engine, streams):
+    """Return a fence and the gate that lets the device reach it. Later events are reached at once."""
+    gate = streams.close_gate()
+    fence = engine.copier.fence()
+    streams.close_gate().set()
+    return fence, gate
+
+
+async def test_a_store_ends_when_its_fence_is_reached_while_later_stores_wait_for_theirs(monkeypatch):
+    rig, streams = Rig(), FakeStreams()
+    bounds = {"store.batch_bytes": rig.slab_bytes, "store.max_in_flight_bytes": 2 * rig.slab_bytes}
+    async with open_with_fake_streams(rig, streams, monkeypatch, **bounds) as engine:
+        gates, stores = [], []
+        for step in range(3):
+            fence, gate = closed_fence(engine, streams)
+            tokens = [step, *TOKENS[1:]]
+            stores.append(asyncio.ensure_future(engine.store(tokens, range(40), fence=fence)))
+            gates.append(gate)
+        await turns(50)
+        assert leased(engine) == 0  # no memory is held while a fence is not reached
+
+        for step, gate in enumerate(gates):
+            gate.set()
+            assert (await stores[step]).stored == 5
+            assert not any(storing.done() for storing in stores[step + 1 :])
+
+
+async def test_a_store_whose_fence_is_not_reached_by_its_deadline_is_dropped_and_counted(monkeypatch):
+    rig, streams = Rig(), FakeStreams()
+    async with open_with_fake_streams(rig, streams, monkeypatch, **{"store.timeout_s": 0.05}) as engine:
+        fence, gate = closed_fence(engine, streams)
+
+        report = await engine.store(TOKENS, range(40), fence=fence)
+
+        assert (report.stored, dict(report.dropped)) == (0, {"deadline": 5})
+        assert leased(engine) == 0
+        gate.set()
+
+
+async def test_a_device_that_fails_before_the_fence_of_a_store_is_an_error_of_that_store(monkeypatch):
+    rig, streams = Rig(), FakeStreams()
+    async with open_with_fake_streams(rig, streams, monkeypatch) as engine:
+        streams.error = RuntimeError("illegal address")
+        fence = engine.copier.fence()
+
+        with pytest.raises(ExceptionGroup) as raised:
+            await engine.store(TOKENS, range(40), fence=fence)
+        assert [str(error) for error in raised.value.exceptions] == ["illegal address"]
+        assert leased(engine) == 0

@@ -169,6 +169,9 @@ class PoisoningCopier:
     def fence(self) -> Fence | None:
         return self._inner.fence()
 
+    async def wait_fence(self, fence: Fence) -> None:
+        await self._inner.wait_fence(fence)
+
     async def gather(
         self, jobs: Sequence[CopyJob], fence: Fence | None = None, *, digest: bool = False
     ) -> list[bytes] | None:
