@@ -199,10 +199,24 @@ WAITS = (
         ("tests/unit/test_lookups.py",),
     ),
     Mutation(
-        "a CUDA stream in the hardware queue of the model is used",
+        "a store reserves memory before its fence is reached",
+        "lmcache_async/engine/builder.py",
+        "if batch.request.fence is not None:",
+        "if False:",
+        ("tests/unit/test_engine.py",),
+    ),
+    Mutation(
+        "a copy takes a part before its fence is reached",
         "lmcache_async/device/cuda.py",
-        "            side.stream = spare.stream",
-        "            pass",
+        "            await self.wait_fence(fence)\n",
+        "            pass\n",
+        ("tests/unit/test_copier_cuda.py",),
+    ),
+    Mutation(
+        "a GPU copier does not check later jobs",
+        "lmcache_async/device/cuda.py",
+        "        if start < stop:\n",
+        "        if start < stop and not start:\n",
         ("tests/unit/test_copier_cuda.py",),
     ),
 )
