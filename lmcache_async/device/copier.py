@@ -24,7 +24,7 @@ class DeviceEvent(Protocol):
 
 
 Fence: TypeAlias = DeviceEvent
-"""Event on the model's stream that a copy waits for on the device. The host never waits for it."""
+"""Event on the model's stream after which a copy starts. The model's thread never waits for it."""
 
 
 class CopyJob(NamedTuple):
