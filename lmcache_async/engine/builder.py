@@ -22,7 +22,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher
 from lmcache_async.memory.record import RecordFormat
-from lmcache_async.memory.threads import WorkerPool
+from lmcache_async.memory.threads import WorkerPool, reserve_descriptors
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.pipeline.batch import Batch, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
@@ -127,6 +127,7 @@ def build(
         metrics=metrics,
         logger=logger,
     )
+    reserve_descriptors()
     with contextlib.ExitStack() as undo:
         arena = Arena(
             config.arena.max_bytes,

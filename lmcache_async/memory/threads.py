@@ -1,13 +1,20 @@
-"""Thread pool that drops references to arguments before a future resolves, and waiting for calls despite cancellation."""
+"""Thread pool that drops references to arguments before a future resolves, and waiting for calls despite cancellation.
+
+Also room for file descriptors, because a process with threads waits long for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, thread
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
@@ -17,6 +24,26 @@ Task: TypeAlias = "asyncio.Task[Any] | None"
 
 _joined_at_exit: MutableMapping[Any, Any] = getattr(thread, "_threads_queues", {})
 """Threads of all pools, which `concurrent.futures` joins when the interpreter ends. It has no public name."""
+
+
+DESCRIPTORS = 1024
+"""File descriptors of a process for which there is room in advance."""
+
+
+def reserve_descriptors() -> None:
+    """Make room for `DESCRIPTORS` file descriptors in the kernel's table of this process, in a thread of its own.
+
+    Linux enlarges the table in the call that opens a file. If the process has threads, this call waits for an RCU grace period:
+    usually tens of milliseconds, but up to ten seconds were measured on two busy cores, in which a load or the event loop waited.
+    """
+
+    def reserve() -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError), Path(os.devnull).open("rb") as file:
+            os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, min(DESCRIPTORS, limit) - 1))
+
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=reserve, name="lmcache-async-descriptors", daemon=True).start()
 
 
 class WorkerPool(ThreadPoolExecutor):

@@ -2,6 +2,9 @@
 
 import asyncio
 import re
+import resource
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from lmcache_async.device import open_copiers
 from lmcache_async.device.cuda import open_cuda_copiers
 from lmcache_async.device.movers import TorchMover
 from lmcache_async.hashing.namespace import namespace_id
+from lmcache_async.memory.threads import DESCRIPTORS
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import GatedTier
 from lmcache_async.testing.rig import Rig
@@ -261,3 +265,27 @@ async def test_a_device_that_fails_before_the_fence_of_a_store_is_an_error_of_th
             await engine.store(TOKENS, range(40), fence=fence)
         assert [str(error) for error in raised.value.exceptions] == ["illegal address"]
         assert leased(engine) == 0
+
+
+def test_an_engine_has_room_for_file_descriptors_in_advance():
+    """Enlarging the kernel's table later takes up to seconds, in the call that opens a file or accepts a connection."""
+    script = """
+import asyncio, pathlib, re, threading
+from lmcache_async.testing.rig import Rig
+
+async def main():
+    async with Rig().open():
+        for thread in threading.enumerate():
+            if thread.name == "lmcache-async-descriptors":
+                thread.join()
+        print(re.search(r"FDSize:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+asyncio.run(main())
+"""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert int(ended.stdout) >= min(DESCRIPTORS, limit)
