@@ -280,6 +280,7 @@ class _RunnerMaker:
             chain=chain,
             failed=lambda _, cause: RetrieveReport(cause=cause),
             ends=lambda report: bool(report.cause),
+            admit=partial(self._admit_retrieve, resources["copier"]),
         )
         prefetch = make(
             chain=Chain(chain.stages[:-1]),
@@ -308,17 +309,30 @@ class _RunnerMaker:
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
-        if batch.request.fence is not None:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await copier.wait_fence(batch.request.fence)
-            except TimeoutError as error:
-                raise BudgetExceededError(
-                    f"the device did not reach the fence in {timeout_s:.3g} s"
-                ) from error
+        await _wait_fence(copier, batch, timeout_s)
         if num_chunks > self._arena.num_slabs:
             keys = [chunk.key for chunk in batch.chunks]
             batch.scope.add(await self._stack.reserve_writes(keys, timeout_s=deadline - clock()))
+
+    async def _admit_retrieve(self, copier: Copier, batch: Batch, num_chunks: int, timeout_s: float) -> None:
+        """Wait for the fence of the load if bytes of loads are in flight. One batch is read before that if there are none.
+
+        Raises:
+            BudgetExceededError: The fence was not reached within `timeout_s`.
+        """
+        del num_chunks
+        if batch.request.fence is not None and self._retrieve_budget.statistics().used_bytes:
+            await _wait_fence(copier, batch, timeout_s)
+
+
+async def _wait_fence(copier: Copier, batch: Batch, timeout_s: float) -> None:
+    if batch.request.fence is None:
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await copier.wait_fence(batch.request.fence)
+    except TimeoutError as error:
+        raise BudgetExceededError(f"the device did not reach the fence in {timeout_s:.3g} s") from error
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:

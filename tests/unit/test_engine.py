@@ -243,6 +243,27 @@ async def test_a_store_ends_when_its_fence_is_reached_while_later_stores_wait_fo
             assert not any(storing.done() for storing in stores[step + 1 :])
 
 
+async def test_a_load_ends_when_its_fence_is_reached_while_later_loads_wait_for_theirs(tmp_path, monkeypatch):
+    rig, streams = Rig(), FakeStreams()
+    settings = {
+        "tiers": [disk(tmp_path)],
+        "retrieve.batch_bytes": rig.slab_bytes,
+        "retrieve.max_in_flight_bytes": 2 * rig.slab_bytes,
+    }
+    async with open_with_fake_streams(rig, streams, monkeypatch, **settings) as engine:
+        await store(rig, engine)
+        gates, loads = [], []
+        for _ in range(3):
+            fence, gate = closed_fence(engine, streams)
+            loads.append(asyncio.ensure_future(engine.retrieve(TOKENS, range(40), fence=fence)))
+            gates.append(gate)
+
+        for step, gate in enumerate(gates):
+            gate.set()
+            assert (await loads[step]).all()
+            assert not any(loading.done() for loading in loads[step + 1 :])
+
+
 async def test_a_store_whose_fence_is_not_reached_by_its_deadline_is_dropped_and_counted(monkeypatch):
     rig, streams = Rig(), FakeStreams()
     async with open_with_fake_streams(rig, streams, monkeypatch, **{"store.timeout_s": 0.05}) as engine:

@@ -206,6 +206,13 @@ WAITS = (
         ("tests/unit/test_engine.py",),
     ),
     Mutation(
+        "a load reserves memory before its fence is reached",
+        "lmcache_async/engine/builder.py",
+        "and self._retrieve_budget.statistics().used_bytes:",
+        "and False:",
+        ("tests/unit/test_engine.py",),
+    ),
+    Mutation(
         "a copy takes a part before its fence is reached",
         "lmcache_async/device/cuda.py",
         "            await self.wait_fence(fence)\n",
