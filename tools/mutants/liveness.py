@@ -201,8 +201,8 @@ WAITS = (
     Mutation(
         "a store reserves memory before its fence is reached",
         "lmcache_async/engine/builder.py",
-        "if batch.request.fence is not None:",
-        "if False:",
+        "        await _wait_fence(copier, batch, timeout_s)\n        if num_chunks",
+        "        if num_chunks",
         ("tests/unit/test_engine.py",),
     ),
     Mutation(

@@ -19,8 +19,10 @@ with warnings.catch_warnings():
     import vllm.v1.engine.core  # noqa: F401
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from lmcache_async.integration import vllm as integration
     from lmcache_async.integration.vllm import worker
     from lmcache_async.integration.vllm.versions import serves_several_groups
+    from lmcache_async.logging import LimitedLogger
     from tests.support.vllm_simulator import Simulators, Until, assert_nothing_is_held
 
 
@@ -47,6 +49,14 @@ def _own_log_handlers() -> Iterator[None]:
     saved = ours.handlers, ours.propagate, ours.level
     yield
     ours.handlers, ours.propagate, ours.level = saved
+
+
+@pytest.fixture(autouse=True)
+def _own_log_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log every cause, also those that another test has caused."""
+    for module in vars(integration).values():
+        if isinstance(limited := getattr(module, "logger", None), LimitedLogger):
+            monkeypatch.setattr(module, "logger", LimitedLogger(limited.logger))
 
 
 @pytest.fixture
