@@ -64,7 +64,7 @@ def test_the_default_socket_is_in_a_directory_of_this_user(
 def test_a_default_directory_that_others_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "lmcache-async" / "host.sock"
+    path = tmp_path / "own" / "sock"  # a socket's path has at most 100 bytes
     monkeypatch.setattr(address, "default_socket", lambda: path)
     check_directory(path, make=True)
     assert path.parent.stat().st_mode & 0o777 == 0o700
