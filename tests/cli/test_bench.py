@@ -110,10 +110,10 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
     ("arguments", "message"),
     [
         (["tier", "cpu"], "lmcache-async bench memory"),
-        (["tier", "nowhere"], "nowhere"),
+        (["tier", "nowhere", "--mib", "1"], "nowhere"),
         (["tier", ""], "TIER: expected a tier as JSON"),
         (["tier", '{"name": '], "TIER: expected a tier as JSON"),
-        (["tier", json.dumps(ABSENT)], "127.0.0.1:1"),
+        (["tier", json.dumps(ABSENT), "--mib", "1"], "127.0.0.1:1"),
         (["tier", "disk"], "path"),
         (["tier", "kv", "--config", "kv.yaml"], "kv.yaml has no tier 'kv'; its tiers are cpu"),
         (["memory", "--quick", "--tokens", "1000"], "each must be a multiple of the next"),
