@@ -198,7 +198,7 @@ class Streams(Protocol):
         """Record an event after all work submitted to the current stream of this thread."""
 
     def reached(self, event: DeviceEvent) -> bool:
-        """Return whether the device has reached an event of `record_current`, or failed. The host does not wait."""
+        """Return whether the device has reached an event of `record_current`, without waiting. Raises the error of the device."""
 
     def wait(self, stream: Any, event: DeviceEvent) -> None:
         """Let work submitted to `stream` from now on run after an event of `record_current`. The host does not wait."""
