@@ -125,6 +125,8 @@ class EventThread:
                     error = failure
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(settle, error)
+                # Not kept until the next event: the traceback of an error refers to payloads, which keep slabs in use.
+                del watched, event, loop, settle, error
 
 
 class Lane:

@@ -24,7 +24,7 @@ class FakeEvent:
         self._gate.wait()
         self.noticed = True
         if self._error is not None:
-            raise self._error
+            raise type(self._error)(*self._error.args)  # as CUDA, a new one for each wait
 
 
 class FakeStreams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -391,6 +392,23 @@ async def test_an_error_of_the_device_is_raised_and_leaves_the_ring_whole():
 
     assert all_free(copier)
     copier.close()
+
+
+@pytest.mark.parametrize("fails", ["copy", "fence"])
+async def test_nothing_keeps_the_payload_of_a_copy_that_has_failed(fails, collector_off):
+    copier, streams = fake_copier(CacheForm().build(8))
+    fence = copier.fence()
+    streams.error = RuntimeError("illegal address")
+    jobs = [job_of(copier.layout, range(8))]
+    gone = weakref.ref(jobs[0].payload)
+
+    with pytest.raises(RuntimeError, match="illegal address"):
+        await copier.gather(jobs, copier.fence() if fails == "fence" else fence)
+    copier.close()
+    await turns(1)  # the loop keeps the awaited future until the task yields
+
+    del jobs
+    assert gone() is None
 
 
 @pytest.mark.parametrize("rows", [[0], []], ids=["copied before", "no rows"])
