@@ -269,9 +269,9 @@ async def test_a_store_whose_fence_is_not_reached_by_its_deadline_is_dropped_and
     async with open_with_fake_streams(rig, streams, monkeypatch, **{"store.timeout_s": 0.05}) as engine:
         fence, gate = closed_fence(engine, streams)
 
-        report = await engine.store(TOKENS, range(40), fence=fence)
+        report = await engine.store(TOKENS, range(40), mask=[False] * 16 + [True] * 24, fence=fence)
 
-        assert (report.stored, dict(report.dropped)) == (0, {"deadline": 5})
+        assert (report.stored, dict(report.dropped)) == (0, {"masked": 2, "deadline": 3})
         assert leased(engine) == 0
         gate.set()
 
