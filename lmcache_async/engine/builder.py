@@ -336,6 +336,6 @@ async def _wait_fence(copier: Copier, batch: Batch, timeout_s: float) -> None:
 
 
 def _store_failed(batch: Batch, cause: str) -> BatchStored:
-    drops = Drops()
+    drops = Drops(batch.drops)
     drops.add(batch.chunks, cause)
     return BatchStored(present=getattr(batch, "present", 0), dropped=drops)
