@@ -61,8 +61,9 @@ class RecordFiles:
         self._fsync = fsync
         self._max_quarantine_bytes = max_quarantine_bytes
         self._quarantine_lock = threading.Lock()
+        self._delete_lock = threading.Lock()
         self._flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
-        self._undeleted: set[str] = set()  # temporary files of failed writes
+        self._undeleted: set[str] = set()  # files of failed writes
         self._durable_folders: set[str] = set()  # with `fsync`: whose names in the root are durable
 
     def write(self, key: ChunkKey, view: memoryview, stamp: int) -> Failure | None:
@@ -73,9 +74,10 @@ class RecordFiles:
         """
         try:
             _record_size(view)
-            for name in tuple(self._undeleted):
-                # If this fails, nothing is written: such files must not accumulate.
-                self._delete_temporary(name)
+            with self._delete_lock:  # after its deletion, the name of a record may be used again
+                for name in tuple(self._undeleted):
+                    # If this fails, nothing is written: such files must not accumulate.
+                    self._delete_failed(name)
             name = self._directory.temporary_name(key)
             try:
                 descriptor = self._create(name)
@@ -93,9 +95,7 @@ class RecordFiles:
                     os.close(descriptor)
                 self._rename(name, key)
             except BaseException:
-                self._undeleted.add(name)
-                with contextlib.suppress(OSError):
-                    self._delete_temporary(name)
+                self._discard(name)
                 raise
         except (OSError, TierError) as error:
             return drop_tracebacks(error)
@@ -205,7 +205,13 @@ class RecordFiles:
             with contextlib.suppress(OSError, TierError):
                 os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
 
-    def _delete_temporary(self, name: str) -> None:
+    def _discard(self, name: str) -> None:
+        """Delete a file of a failed write, now or before the next write."""
+        self._undeleted.add(name)
+        with contextlib.suppress(OSError):
+            self._delete_failed(name)
+
+    def _delete_failed(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._directory.fd)
         self._undeleted.discard(name)
@@ -232,7 +238,7 @@ class RecordFiles:
                 try:
                     self._sync_folder(shard, folder)
                 except BaseException:
-                    os.unlink(record, dir_fd=folder)
+                    self._discard(f"{shard}/{record}")
                     raise
 
     def _sync_folder(self, shard: str, folder: int) -> None:

@@ -314,6 +314,31 @@ async def test_a_record_is_not_stored_before_its_name_and_that_of_its_folder_are
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
 
 
+async def test_a_record_that_is_not_durable_and_cannot_be_deleted_is_deleted_before_the_next_write(
+    config, arena, monkeypatch
+):
+    real, failures = os.fsync, [1]
+
+    def sync(descriptor: int) -> None:
+        if failures and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, f"failure {failures.pop()}")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    unlink = FailingCall(monkeypatch, "unlink")
+    async with DiskTier(config.model_copy(update={"fsync": True})) as tier:
+        unlink.fail(errno.EROFS, times=3)
+        with pytest.raises(TierUnavailableError, match="cannot write"):
+            await put(tier, arena, 1)
+        with pytest.raises(TierUnavailableError, match="Read-only"):
+            await put(tier, arena, 2)
+        assert files_in(config.root) == [path_of(config, 1)]
+        await put(tier, arena, 2)
+
+        assert files_in(config.root) == [path_of(config, 2)]
+        assert tier.statistics().bytes == RECORD_BYTES
+
+
 async def test_what_a_failed_write_cannot_delete_is_deleted_before_the_next_write(config, arena, monkeypatch):
     write, unlink = FailingCall(monkeypatch, "pwrite"), FailingCall(monkeypatch, "unlink")
     async with DiskTier(config) as tier:
