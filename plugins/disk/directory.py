@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -33,6 +34,8 @@ from lmcache_async.errors import ConfigError, TierInUseError, TierUnavailableErr
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.tiers.offline import StoredRecord
 from lmcache_async.types import KEY_BYTES, ChunkKey
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_FOLDER = "tmp"
 TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[0-9]+")
@@ -160,11 +163,33 @@ class RecordDirectory:
             os.close(self._fd)
             self._fd = self._lock = -1
 
+    def _empty(self, descriptor: int) -> None:
+        """Delete the files of an earlier owner in the directory that replaces the open one. The index does not have them."""
+        other = RecordDirectory(self.root)
+        other._fd = descriptor
+        names = [other.record_name(record.key) for record in other.scan()]
+        with contextlib.suppress(FileNotFoundError):
+            unfinished = other.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME)
+            names += [f"{TEMPORARY_FOLDER}/{name}" for name, _ in unfinished]
+        for name in names:
+            os.unlink(name, dir_fd=descriptor)
+        if names:
+            logger.warning(
+                "%s was deleted and replaced while it was open: %d files in the new directory were deleted",
+                self.root,
+                len(names),
+            )
+
     def _lock_root(self, descriptor: int) -> None:
         lock = _lock_directory(descriptor, self.root)
         if self._fd < 0:
             self._fd, self._lock = descriptor, lock
             return
+        try:
+            self._empty(descriptor)
+        except BaseException:
+            os.close(lock)
+            raise
         # Other threads may be about to use the descriptors: keep the numbers, replace the files behind them.
         os.dup2(descriptor, self._fd, inheritable=False)
         os.dup2(lock, self._lock, inheritable=False)

@@ -116,8 +116,10 @@ async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(config
             assert await get(second, allocate, 1)
             assert second.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
         assert first.statistics().bytes == 0
+        (config.root / "tmp" / f"{key_of(9).hex()}.0").write_bytes(bytes(5000))  # if it was killed
         await put(first, arena, 3)  # the other has closed
         assert await get(first, allocate, 3)
+        assert first.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
 
 
 async def test_every_directory_that_is_made_is_the_owners_alone(config, arena):
