@@ -13,6 +13,7 @@ from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolEr
 from lmcache_async.daemon.pool import Block, Pool
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.memory.buffer import pages
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.types import ChunkKey
 
@@ -29,7 +30,7 @@ class Session(asyncio.Protocol):
     Args:
         pool: The records.
         tenant: Tenant of the client.
-        max_lease_bytes: Maximum bytes of leases and reservations of the client.
+        max_lease_bytes: Maximum bytes of leases and reservations of the client, in whole pages.
         ended: Called once, after all leases were released.
     """
 
@@ -170,7 +171,7 @@ class Session(asyncio.Protocol):
         for key, nbytes in messages.unpack(messages.WISH, body):
             if self._pool.contains(self.tenant, [key])[0]:
                 grants.append(Grant.refused(Refusal.PRESENT))
-            elif self._lease_bytes + nbytes > self._max_lease_bytes:
+            elif self._lease_bytes + pages(nbytes) > self._max_lease_bytes:
                 grants.append(Grant.refused(Refusal.TOO_MUCH))
             else:
                 block = self._pool.reserve(self.tenant, key, nbytes)
@@ -178,13 +179,13 @@ class Session(asyncio.Protocol):
         return messages.pack(messages.GRANT, grants)
 
     def _grant(self, block: Block) -> Grant:
-        if self._lease_bytes + block.nbytes > self._max_lease_bytes:
+        if self._lease_bytes + block.held_bytes > self._max_lease_bytes:
             self._pool.release(block)
             return Grant.refused(Refusal.TOO_MUCH)
         lease = self._next_lease
         self._next_lease += 1
         self._leases[lease] = block
-        self._lease_bytes += block.nbytes
+        self._lease_bytes += block.held_bytes
         return Grant(lease, block.offset, block.nbytes)
 
     def _commit(self, body: bytes) -> bytes:
@@ -214,7 +215,7 @@ class Session(asyncio.Protocol):
 
     def _take(self, lease: int) -> Block:
         block = self._leases.pop(lease)
-        self._lease_bytes -= block.nbytes
+        self._lease_bytes -= block.held_bytes
         return block
 
     def _remove(self, body: bytes) -> bytes:

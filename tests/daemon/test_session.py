@@ -29,6 +29,7 @@ from lmcache_async.daemon.messages import (
 )
 from lmcache_async.daemon.server import Daemon
 from lmcache_async.errors import ConfigError
+from lmcache_async.memory.buffer import PAGE
 from lmcache_async.testing.records import key_of, record, small_arena
 from lmcache_async.testing.steps import turns
 from tests.support.daemons import DEADLINE_S, ThreadedDaemon, socket_path
@@ -241,6 +242,15 @@ async def test_no_messages_are_read_from_a_client_that_does_not_read(daemon: Thr
                 sent += slow.socket.send(question)
                 assert sent < 64 << 20, "the daemon reads on and keeps every answer"
         assert quick.ask(Op.CONTAINS, key_of(1)) == b"\x00"
+
+
+def test_short_reservations_count_in_whole_pages(daemon: ThreadedDaemon) -> None:
+    with client(daemon) as one:
+        most = one.welcome.max_lease_bytes // PAGE
+        answer = one.ask(Op.RESERVE, *(messages.WISH.pack(key_of(number), 1) for number in range(most + 1)))
+        grants = messages.unpack_grants(answer, most + 1, one.welcome.nbytes)
+        assert all(grant.lease for grant in grants[:most])
+        assert grants[most] == Grant.refused(Refusal.TOO_MUCH)
 
 
 def test_bytes_that_are_not_a_record_are_not_committed(daemon: ThreadedDaemon) -> None:

@@ -23,7 +23,7 @@ from lmcache_async.errors import (
     TierUnavailableError,
 )
 from lmcache_async.memory.arena import Arena
-from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.plugins.host import HostConfig, HostTier, copying
 from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
@@ -300,7 +300,7 @@ async def test_a_put_raises_tier_full_error_until_the_pool_has_room(daemon, tier
 
 
 async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(daemon, arena, allocate):
-    async with opened(daemon, arena, max_lease_bytes=2 * RECORD_BYTES) as tier:
+    async with opened(daemon, arena, max_lease_bytes=2 * pages(RECORD_BYTES)) as tier:
         await put(tier, arena, 1, 2, 3)
         got = await tier.get_many([key_of(number) for number in (1, 2, 3)], allocate)
         kinds = sorted(type(one).__name__ for one in got)
