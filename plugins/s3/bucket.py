@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import re
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
@@ -17,13 +17,15 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from lmcache_async.config.files import read_bounded, read_secret_file
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.threads import run_shielded
+from lmcache_async.memory.threads import run_shielded, wait_done
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, ObjectMeta
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
 _NO_NAME = "-"  # no record has this prefix, so a list of it is short
@@ -111,14 +113,14 @@ class Bucket:
     async def delete(self, key: ChunkKey) -> None:
         """Delete the object if it exists."""
         async with self._request("delete", key):
-            await run_shielded(self._delete([key]))
+            await run_shielded(self._delete(key))
 
     async def delete_all(self) -> int:
         """Delete every record. Return the number of records."""
         count = 0
         async for keys in self.pages():
-            async with self._request(f"delete records of {self._url}"):
-                await run_shielded(self._delete(keys))
+            # Not one call of the client, which deletes no further objects after one that does not exist any more.
+            await concurrently([self.delete(key) for key in keys])
             count += len(keys)
         return count
 
@@ -160,9 +162,9 @@ class Bucket:
                 f"the client still uses the memory of a record {self._timeout_s} s after it was put to {self._url}"
             )
 
-    async def _delete(self, keys: Sequence[ChunkKey]) -> None:
+    async def _delete(self, key: ChunkKey) -> None:
         with contextlib.suppress(FileNotFoundError):
-            await obstore.delete_async(self._store, [name_of(key) for key in keys])
+            await obstore.delete_async(self._store, name_of(key))
 
     @contextlib.asynccontextmanager
     async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
@@ -172,6 +174,28 @@ class Bucket:
             except (BaseError, OSError, ValueError) as error:
                 what = verb if key is None else f"{verb} {self._url}/{name_of(key)}"
                 raise translated(error, f"{what}{self._at}") from error
+
+
+async def concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run the calls concurrently and return their results in order. The first failure cancels the others.
+
+    Not a TaskGroup: before Python 3.13, a group with a failed task leaves the calling task marked as cancelled.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task.done()]  # all of them, unless one has failed
+    finally:
+        for task in tasks:
+            task.cancel()
+        await wait_done(*tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # retrieved, so that asyncio does not log it
+        # Break the reference cycle of an error and this frame, which would keep the buffers in use.
+        del task, tasks
 
 
 def open_store(config: S3Config) -> ObjectStore:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
 from lmcache_async.errors import TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
-from lmcache_async.plugins.s3.bucket import Bucket, open_store
+from lmcache_async.memory.threads import WorkerPool, in_thread
+from lmcache_async.plugins.s3.bucket import Bucket, concurrently, open_store
 from lmcache_async.plugins.s3.config import S3Config
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
@@ -172,7 +171,7 @@ class S3Tier(BundledTier[S3Config, Bucket]):
                 for start in range(0, nbytes, step)
             ]
             try:
-                if all(await _concurrently(parts)):
+                if all(await concurrently(parts)):
                     return buffer
             except BaseException:
                 buffer.release()
@@ -216,30 +215,8 @@ class S3Tier(BundledTier[S3Config, Bucket]):
             await bucket.delete(key)
 
 
-async def _concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the calls concurrently and return their results in order. The first failure cancels the others.
-
-    Not a TaskGroup: before Python 3.13, a group with a failed task leaves the calling task marked as cancelled.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        return [task.result() for task in tasks if task.done()]  # all of them, unless one has failed
-    finally:
-        for task in tasks:
-            task.cancel()
-        await wait_done(*tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # retrieved, so that asyncio does not log it
-        # Break the reference cycle of an error and this frame, which would keep the buffers in use.
-        del task, tasks
-
-
 async def _find_all(bucket: Bucket, keys: Sequence[ChunkKey]) -> list[bool]:
-    found = await _concurrently([bucket.find(key) for key in keys])
+    found = await concurrently([bucket.find(key) for key in keys])
     return [meta is not None for meta in found]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import obstore
@@ -19,6 +20,7 @@ from lmcache_async.plugins.s3.bucket import Bucket, name_of, open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import check_record, key_of, record
 from lmcache_async.testing.steps import DEADLINE_S, turns
+from lmcache_async.types import ChunkKey
 from tests.support.gates import Gate
 from tests.support.proxy import Proxy
 
@@ -87,6 +89,28 @@ async def test_a_record_removed_while_it_is_read_is_a_miss(tier, arena, allocate
         await TierRig(tier, arena).put(1)
         assert await tier.get(key_of(1), allocate_and_remove) is None
         await TierRig(tier, arena).check_leases()
+
+
+async def test_clearing_continues_after_a_record_that_another_process_has_deleted(
+    tmp_path, arena, monkeypatch
+):
+    pages = Bucket.pages
+
+    async def pages_with_deleted(self: Bucket) -> AsyncIterator[list[ChunkKey]]:
+        async for page in pages(self):
+            yield [key_of(99), *page]
+
+    monkeypatch.setattr(Bucket, "pages", pages_with_deleted)
+    # Like most stores except S3, it reports an object that does not exist.
+    tier = S3Tier(S3Config(url="s3://bucket"), store=LocalStore(tmp_path))
+    tier.bind(arena)
+    async with tier:
+        rig = TierRig(tier, arena)
+        await rig.put(*range(40))
+        await tier.clear()
+
+        monkeypatch.undo()
+        assert await rig.keys() == set()
 
 
 async def test_a_record_is_never_put_together_of_two(tier, arena, allocate):
