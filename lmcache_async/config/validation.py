@@ -129,8 +129,8 @@ def known_keys(model: type[BaseModel]) -> list[str]:
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most similar to `text`; None if no choice is similar."""
-    choices = list(choices)
+    """Return the choice most similar to `text`; None if no choice is similar. A section of `text` is no choice."""
+    choices = [choice for choice in choices if not text.lower().startswith(f"{choice.lower()}.")]
     folded = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(text.lower(), folded, n=1, cutoff=0.6)
     if close:
