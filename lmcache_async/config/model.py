@@ -106,8 +106,8 @@ class PluginSpec(Section):
             value = {"name": value}
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ValueError(  # noqa: TRY004 - pydantic reads ValueError
+        if not isinstance(value, Mapping) or "name" not in value:
+            raise ValueError(
                 f"expected a {cls.kind}'s name, or a mapping with `name` and the {cls.kind}'s options"
             )
         fields = {key: item for key, item in value.items() if key in cls.model_fields}
