@@ -17,11 +17,11 @@ def parse_path(value: object) -> Path:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("expected a path, plain or as file:///path")
     text = value.strip()
-    if not text.startswith("file:"):
+    if not text.startswith("file:") and "://" not in text:
         return expand_home(text)
     try:
         url = urlsplit(text)
-        is_right = url.netloc in {"", "localhost"} and url.path.startswith("/")
+        is_right = url.scheme == "file" and url.netloc in {"", "localhost"} and url.path.startswith("/")
     except ValueError:  # brackets without an IPv6 address
         is_right = False
     if not is_right or url.query or url.fragment:

@@ -50,6 +50,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('store: {zzz: 1, batch_bytes: 1GiB, max_in_flight_bytes: 1MiB}', ['{file}, line 1: there is no key store.zzz', '{file}, line 1: store.batch_bytes: a batch of 1 GiB never fits into max_in_flight_bytes of 1 MiB']),
     ('tiers: [cpu, {disk: {path: /kv, max_bytes: 1GiB}}]', ["{file}, line 1: tiers[1] is {'disk': {'path': '/kv', 'max_bytes': '1GiB'}}: expected a tier's name, or a mapping with `name` and the tier's options"]),
     ('tiers: [cpu, {url: "valkey://h", password: abc}]', ["{file}, line 1: tiers[1] is {'url': 'valkey://h', 'password': '***'}: expected a tier's name, or a mapping with `name` and the tier's options"]),
+    ('tiers: [{name: disk, path: "s3://bucket/kv", max_bytes: 1GiB}]', ["{file}, line 1: tiers[0] (disk): path is 's3://bucket/kv': expected a file URL without a host, such as file:///var/cache/kv"]),
     ('tiers: [nothing]', ['{file}, line 1: tiers[0] (nothing): there is no tier nothing; there are: cpu, disk, host, mooncake, redis, s3, valkey']),
     ("tiers: [{name: peer, peers: ['h:1']}]", ["{file}, line 1: tiers[0] (peer): the tier peer and the daemon's server for it were removed in version 0.2; use the tier valkey, mooncake or s3 to share records between hosts"]),
     ('tiers: [{name: cpu, layers: [nothing]}]', ['{file}, line 1: tiers[0] (cpu), layers[0] (nothing): there is no layer nothing; there are: breaker, deadline, faults, limit, metrics, retry']),
