@@ -61,7 +61,7 @@ class WriteOutcomes:
         return [result for result in each if isinstance(result, asyncio.Future) and not result.done()]
 
     def causes(self) -> list[str | None]:
-        """Return for each chunk "" if a tier stored it, else the cause; None if not all tiers have a known result."""
+        """Return for each chunk "" if a tier stored it, None if a result is not known, else the cause."""
         if all(results.count(None) == self._count for results in self._results):  # the most frequent case
             return [""] * self._count
         return [_cause(results) for results in zip(*self._results, strict=True)]
@@ -72,11 +72,11 @@ class WriteOutcomes:
 
 
 def _cause(results: Sequence[WriteResult]) -> str | None:
+    if any(map(_is_stored, results)):
+        return ""
     futures = [result for result in results if isinstance(result, asyncio.Future)]
     if any(future.cancelled() or not future.done() for future in futures):
         return None
-    if any(map(_is_stored, results)):
-        return ""
     queued = [future.result() for future in futures]
     return type((queued or results)[0]).__name__
 

@@ -84,6 +84,20 @@ def test_chunks_for_a_stuck_tier_are_dropped_at_the_deadline_and_counted():
     simulation.run(check)  # in virtual time
 
 
+def test_a_chunk_in_memory_counts_as_stored_if_a_slower_tier_misses_the_deadline():
+    async def check():
+        rig, made = rig_of(2 * CHUNKS), Made(GatedTier)
+        async with rig.open(
+            registry=made.registry, **settings("cpu", "dict", **{"store.timeout_s": 1.0})
+        ) as engine:
+            report = await engine.store(TOKENS, SLOTS)
+            made.tier.open_gate()
+
+            assert (report.stored, report.tokens, dict(report.dropped)) == (CHUNKS, len(TOKENS), {})
+
+    simulation.run(check)  # in virtual time
+
+
 async def test_chunks_that_a_slower_tier_has_are_not_written_again_for_memory_that_cannot_hold_them():
     rig, made = rig_of(4), Made()
     async with rig.open(registry=made.registry, **settings("cpu", "dict")) as engine:
