@@ -302,7 +302,7 @@ class CacheEngine:
                         request, timeout_s=left(), on_copied=copied
                     )
                 except (BudgetExceededError, TierError) as error:
-                    chunks = len(request.chunks) or -(-len(request.tokens) // self.namespace.chunk_size)
+                    chunks = len(request.chunks) or self._count_chunks(request)
                     batches = [BatchStored(dropped=Counter({type(error).__name__: chunks}))]
                 waiting = [write for batch in batches for write in batch.outcomes.pending()]
                 if waiting:
@@ -426,6 +426,12 @@ class CacheEngine:
             late_calls=stack.late_calls,
             in_arena=frozenset(s.id for s in stack.tiers if not s.leaves_memory),
         )
+
+    def _count_chunks(self, request: StoreRequest) -> int:
+        """Return the number of chunks that the tokens of a request are divided into."""
+        tokens = len(request.tokens) - len(request.tokens) % self.layout.tokens_per_row
+        whole, rest = divmod(tokens, self.namespace.chunk_size)
+        return whole + bool(rest and self.config.store.partial_chunks)
 
     def _root(self, namespace: RequestNamespace) -> bytes:
         own = self.namespace

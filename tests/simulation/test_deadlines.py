@@ -52,18 +52,19 @@ async def seconds_of(awaitable):
     return loop.time() - start, result
 
 
+@pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("tier", [SlowTier, StuckTier])
-def test_a_store_has_one_deadline_for_the_lookup_the_copies_and_the_writes(tier):
+def test_a_store_has_one_deadline_for_the_lookup_the_copies_and_the_writes(tier, partial):
     async def check():
         rig = Rig()
-        async with open_engine(rig, tier) as engine:
-            seconds, report = await seconds_of(engine.store(list(range(40)), range(40)))
+        async with open_engine(rig, tier, **{"store.partial_chunks": partial}) as engine:
+            seconds, report = await seconds_of(engine.store(list(range(43)), range(43)))
             return seconds, report
 
     seconds, report = run(check)
 
     assert 0.9 <= seconds <= 1.01
-    assert report.stored + report.dropped.total() == 5
+    assert report.stored + report.dropped.total() == 5 + partial
 
 
 @pytest.mark.parametrize("tier", [SlowTier, StuckTier])
