@@ -157,7 +157,7 @@ class RecordFiles:
         return frozenset(left), error
 
     def reject(self, keys: Sequence[ChunkKey], cause: str) -> tuple[frozenset[ChunkKey], Failure | None]:
-        """Move corrupt records to the quarantine, or delete them. Return the same as `delete`."""
+        """Move corrupt records to the quarantine, which is then trimmed, or delete them. Return the same as `delete`."""
         left = keys
         if self._max_quarantine_bytes is not None:
             left = []
@@ -166,6 +166,8 @@ class RecordFiles:
                     self.quarantine(key, cause)
                 except (OSError, TierError):  # it is deleted then
                     left.append(key)
+            with contextlib.suppress(OSError):
+                self._trim_quarantine(self._max_quarantine_bytes)
         return self.delete(left)
 
     def quarantine(self, key: ChunkKey, cause: str) -> None:
@@ -180,19 +182,15 @@ class RecordFiles:
                 os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=root)
             with self._directory.folder(QUARANTINE_FOLDER) as folder:
                 os.rename(name, f"{key.hex()}.{word}", src_dir_fd=root, dst_dir_fd=folder)
-        with contextlib.suppress(OSError):
-            self.trim_quarantine()
 
-    def trim_quarantine(self) -> None:
+    def _trim_quarantine(self, max_bytes: int) -> None:
         """Delete the oldest corrupt records beyond the limit."""
-        if self._max_quarantine_bytes is None:
-            return
         with self._quarantine_lock, contextlib.suppress(FileNotFoundError):
             files = sorted(
                 (status.st_ctime_ns, name, status.st_size)
                 for name, status in self._directory.list_files(QUARANTINE_FOLDER, QUARANTINE_NAME)
             )
-            excess = sum(nbytes for _, _, nbytes in files) - self._max_quarantine_bytes
+            excess = sum(nbytes for _, _, nbytes in files) - max_bytes
             for _, name, nbytes in files:
                 if excess <= 0:
                     break

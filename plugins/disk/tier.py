@@ -276,7 +276,6 @@ class RecordStore:
         _, failure = self._files.reject(corrupt, "length")
         if failure is not None:
             raise failure
-        self._files.trim_quarantine()
         if corrupt:
             self.corrupt["length"] = len(corrupt)
             logger.warning(

@@ -15,6 +15,7 @@ import pytest
 from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import tier as disk_tier
+from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.records import key_of, record
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, path_of, put
 
@@ -143,6 +144,25 @@ async def test_files_found_broken_at_the_start_go_to_the_quarantine(keeping, are
             assert tier.statistics().corrupt_by_cause == {"length": 1}
             assert kept(keeping) == {f"{key_of(1).hex()}.length": b"x" * 100}
     assert "1 record files of an invalid size" in caplog.text
+
+
+async def test_the_quarantine_is_listed_once_for_all_files_found_broken_at_the_start(
+    keeping, arena, monkeypatch
+):
+    async with DiskTier(keeping) as tier:
+        await put(tier, arena, *range(5))
+    for number in range(5):
+        path_of(keeping, number).write_bytes(b"x" * 100)
+    list_files, listed = RecordDirectory.list_files, []
+
+    def note(self, folder, names):
+        listed.append(folder)
+        return list_files(self, folder, names)
+
+    monkeypatch.setattr(RecordDirectory, "list_files", note)
+    async with DiskTier(keeping.model_copy(update={"max_quarantine_bytes": 300})):
+        assert len(kept(keeping)) == 3
+    assert listed.count("quarantine") == 1
 
 
 async def test_a_broken_record_that_cannot_be_deleted_is_no_hit_and_its_bytes_count(
