@@ -119,8 +119,10 @@ class Bucket:
         """Delete every record. Return the number of records."""
         count = 0
         async for keys in self.pages():
-            # Not one call of the client, which deletes no further objects after one that does not exist any more.
-            await concurrently([self.delete(key) for key in keys])
+            async with self._request(f"delete records of {self._url}"):
+                complete = await run_shielded(self._delete(*keys))
+            if not complete:
+                await concurrently([self.delete(key) for key in keys])
             count += len(keys)
         return count
 
@@ -162,9 +164,13 @@ class Bucket:
                 f"the client still uses the memory of a record {self._timeout_s} s after it was put to {self._url}"
             )
 
-    async def _delete(self, key: ChunkKey) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            await obstore.delete_async(self._store, name_of(key))
+    async def _delete(self, *keys: ChunkKey) -> bool:
+        """Delete objects. Return False if one did not exist: most stores except S3 then delete no further ones."""
+        try:
+            await obstore.delete_async(self._store, list(map(name_of, keys)))
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextlib.asynccontextmanager
     async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
