@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -375,6 +376,10 @@ class CudaCopier:
                     # Also after an error: work submitted before it may still run.
                     running.append(self._watch(part, lane))
             self._check(jobs, checked, len(jobs), lane)
+        except BaseException as error:
+            # A cancellation during the wait below refers to this error, whose frames keep the payloads.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             # The device uses payloads, tables and staging until it has finished, also after a cancellation.
             await run_shielded(asyncio.gather(*running, return_exceptions=True))

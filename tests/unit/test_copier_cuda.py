@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import traceback
 import weakref
 from types import SimpleNamespace
 
@@ -406,6 +407,29 @@ async def test_nothing_keeps_the_payload_of_a_copy_that_has_failed(fails, collec
         await copier.gather(jobs, copier.fence() if fails == "fence" else fence)
     copier.close()
     await turns(1)  # the loop keeps the awaited future until the task yields
+
+    del jobs
+    assert gone() is None
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_nothing_keeps_the_payload_of_a_copy_that_is_cancelled_after_it_has_failed(
+    steps, collector_off
+):
+    copier, _ = fake_copier(CacheForm().build(8))
+    copier.mover.fails_at = 1
+    jobs = [job_of(copier.layout, range(8))]
+    gone = weakref.ref(jobs[0].payload)
+    gathering = asyncio.ensure_future(copier.gather(jobs))
+    await turns(1)
+    await until(lambda: all_free(copier))
+
+    await turns(steps)
+    gathering.cancel()
+    with pytest.raises((asyncio.CancelledError, RuntimeError)) as raised:
+        await gathering
+    copier.close()
+    traceback.clear_frames(raised.tb)  # as the runner does
 
     del jobs
     assert gone() is None
