@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
+from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import PAGE, pages
 from lmcache_async.memory.header import peek_sizes
 from lmcache_async.memory.record import prove
@@ -326,7 +326,7 @@ class RecordReads:
         try:
             self._add_worker()
         except RuntimeError as error:
-            raise _closed(error) from error
+            raise _not_started(error) from error
 
     def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
         """Note that no read will be added. Return the positions of withdrawn reads.
@@ -465,7 +465,7 @@ class DiskThreads:
         try:
             return (pool or self.calls).submit(call, *args)
         except RuntimeError as error:
-            raise _closed(error) from error
+            raise _not_started(error) from error
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for all calls; with `cancel`, cancel queued ones. None are left when every `wait_ended` has returned."""
@@ -490,8 +490,13 @@ class DiskThreads:
         threading.Thread(target=wait, name="lmcache-disk-close", daemon=True).start()
 
 
-def _closed(error: RuntimeError) -> TierClosedError:
-    return TierClosedError(f"the disk tier was closed: {error}")
+def _not_started(error: RuntimeError) -> TierError:
+    """Return the error for a call that no thread can run: the pools were shut down, or no thread can be started."""
+    if "shutdown" in str(error):
+        return TierClosedError(f"the disk tier was closed: {error}")
+    return TierUnavailableError(
+        f"no thread for the disk tier: {error}; raise the limit of threads or processes"
+    )
 
 
 def piece_size(nbytes: int, target: int) -> int:

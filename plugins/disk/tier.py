@@ -307,8 +307,10 @@ class RecordStore:
         """
         self.index.policy.touch(keys, gapless=True)
         stamps = self.index.restamp(keys)
-        pool = self._threads.stamps
-        stamped = [self._threads.start(self._files.set_stamps, stamps, pool=pool)] if stamps else []
+        stamped: list[Future[None]] = []
+        if stamps:
+            with contextlib.suppress(TierError):  # no thread can be started
+                stamped.append(self._threads.start(self._files.set_stamps, stamps, pool=self._threads.stamps))
         batch = self._reads.open_batch()
         entries: dict[int, Entry] = {}
         reading: list[ChunkKey] = []

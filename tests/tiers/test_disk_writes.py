@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator
 
 import aiofiles.os
 import pytest
 
+from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import index as disk_index
@@ -137,3 +139,27 @@ async def test_a_read_does_not_wait_for_a_write_to_set_the_time_of_use(config, a
             finally:
                 gate.open()
             await writing
+
+
+async def test_without_a_thread_for_deletions_and_times_of_use_records_are_read_and_writes_are_unavailable(
+    config, arena, allocate, monkeypatch
+):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        assert await get(tier, allocate, 1)  # starts the thread that reads
+        monkeypatch.setattr(disk_index, "STAMP_AGE_NS", -1)  # every read sets the time of use
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            assert await get(tier, allocate, 1)
+            with (
+                record(arena, 3) as buffer,
+                pytest.raises(TierUnavailableError, match="can't start new thread"),
+            ):
+                await tier.put(key_of(3), buffer)
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+
+        await put(tier, arena, 3)
+        assert await get(tier, allocate, 3)
