@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
-from lmcache_async.errors import TierClosedError
+from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.copies import FasterWay, copy_bytes
 from lmcache_async.memory.threads import WorkerPool, in_threads
@@ -36,7 +36,9 @@ class Copier:
         try:
             seconds = await in_threads(self._workers, [partial(_copy, piece, stream) for piece in pieces])
         except RuntimeError as error:
-            raise TierClosedError(f"the host tier was closed: {error}") from error
+            raise TierUnavailableError(
+                f"no thread for the host tier: {error}; raise the limit of threads or processes"
+            ) from error
         finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
             for part in (pairs, *pieces):
                 part.clear()

@@ -405,6 +405,21 @@ async def test_a_large_record_is_copied_by_several_threads_to_the_byte():
     assert pairs == []
 
 
+async def test_a_put_is_unavailable_if_no_thread_can_be_started_to_copy_the_record(
+    daemon, tier, arena, monkeypatch
+):
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(TierUnavailableError, match="can't start new thread"):
+            await put(tier, arena, 1)
+    await daemon.until_leases((0, 0), "t")
+    await put(tier, arena, 1)
+    assert await tier.contains(key_of(1))
+
+
 async def test_the_memory_is_not_inherited_by_children_or_programs(tier, arena):
     """A forked child does not see the mapping, and a program run by it does not inherit the descriptor."""
     await put(tier, arena, 1)
