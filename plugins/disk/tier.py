@@ -203,7 +203,7 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
             await asyncio.sleep(interval_s)
             try:
                 await self.scrub(max_bytes_per_s=self.config.scrub_max_bytes_per_s)
-            except TierError as error:
+            except (TierError, OSError) as error:  # OSError: no memory for its buffer
                 line = "a scrub of %s ended early; the next one starts in %s s: %s"
                 self._logger.report("scrub", line, self.config.root, interval_s, error)
 

@@ -374,14 +374,17 @@ async def test_closing_ends_a_scrub(config, arena):
         await running
 
 
-async def test_periodic_scrubs_go_on_after_one_that_failed(config, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [TierUnavailableError("failed for this test"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
+)
+async def test_periodic_scrubs_go_on_after_one_that_failed(config, monkeypatch, error):
     scrub, runs, second = DiskTier.scrub, 0, asyncio.Event()
 
     async def fail_once(tier, *, max_bytes_per_s=None):
         nonlocal runs
         runs += 1
         if runs == 1:
-            raise TierUnavailableError("failed for this test")
+            raise error
         second.set()
         return await scrub(tier, max_bytes_per_s=max_bytes_per_s)
 
