@@ -349,7 +349,7 @@ class CacheEngine:
             return sum(len(chunk.tokens) for batch in batches for chunk in batch.chunks)
 
     async def clear(self, *, memory_only: bool = False) -> int:
-        """Delete all chunks and return their number.
+        """Delete all chunks and return their number. A tier that cannot list its records keeps them.
 
         Running calls and queued writes end first, so that none of them stores a chunk afterwards. Loads that are
         started meanwhile are misses, so that none of them promotes a chunk from a tier that is not cleared yet.

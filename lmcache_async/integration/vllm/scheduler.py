@@ -53,7 +53,7 @@ from lmcache_async.integration.vllm.versions import loads_in_step, shutdown_time
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.registry import Registry
-from lmcache_async.tiers.base import Capabilities, Medium
+from lmcache_async.tiers.base import Capabilities
 from lmcache_async.types import RequestPlan
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -408,8 +408,8 @@ class _Load:
 class SchedulerConnector:
     """The connector in vLLM's EngineCore process.
 
-    `world_size` counts the ranks, or shards of KV heads; each has an engine. With `beside_others`, other connectors of a
-    MultiConnector may load tokens too.
+    `world_size` counts the ranks, or shards of KV heads; each has an engine. `tiers` are the capabilities of each tier, by
+    its id. With `beside_others`, other connectors of a MultiConnector may load tokens too.
 
     Attributes:
         config: Configuration of the engines.
@@ -429,7 +429,7 @@ class SchedulerConnector:
         awaited_tokens: int = 0,
         layerwise_tokens: int = 0,
         media: MediaIdentity | None = None,
-        tier_media: Mapping[str, Medium] | None = None,
+        tiers: Mapping[str, Capabilities] | None = None,
         beside_others: bool = False,
     ) -> None:
         self.config = config
@@ -454,7 +454,9 @@ class SchedulerConnector:
             layerwise_tokens=layerwise_tokens,
             decide=self.load_policy.decide,
         )
-        self.tier_media = tier_media or {}
+        tiers = tiers or {}
+        self.tier_media = {name: each.medium for name, each in tiers.items()}
+        self._not_cleared = [name for name, each in tiers.items() if not (each.lists and each.removes)]
         self.metrics = SchedulerMetrics(self.load_policy, lambda: client.promises)
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
@@ -529,7 +531,7 @@ class SchedulerConnector:
             awaited_tokens=awaited_tokens(config, vllm_config),
             layerwise_tokens=layerwise_tokens(config, vllm_config, groups),
             media=MediaIdentity.of(vllm_config),
-            tier_media={name: each.medium for name, each in capabilities.items()},
+            tiers=capabilities,
             beside_others=beside_others,
         )
 
@@ -706,11 +708,22 @@ class SchedulerConnector:
         return tracker.promise(self.config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
-        """reset_cache: clear the tiers. KV that was computed before is not stored any more."""
+        """reset_cache: clear the tiers. KV that was computed before is not stored any more.
+
+        If a tier that must be empty cannot be cleared, requests get another namespace, in which nothing is stored.
+        """
         mode = self.config.vllm.reset_cache
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
         former = self._reset_tags
+        if mode == "all" and self._not_cleared:
+            logger.report(
+                "reset",
+                "the tiers %s cannot list their records, so a reset cannot clear them: this vLLM uses another"
+                " namespace from now on and does not find these records",
+                ", ".join(self._not_cleared),
+            )
+            mode = "new_namespace"
         if mode == "new_namespace":
             self._reset_tags = (("reset", uuid.uuid4().hex),)
         for tracker in self._trackers.values():

@@ -32,6 +32,7 @@ from lmcache_async.integration.vllm.scheduler import (
     MAX_PEEKS,
     SchedulerConnector,
 )
+from lmcache_async.tiers.base import Capabilities
 
 CHUNK, BLOCK, RANKS = 8, 2, 2
 IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
@@ -117,6 +118,7 @@ class Bench:
         groups: int = 1,
         states: int = 0,
         beside_others: bool = False,
+        tiers: Mapping[str, Capabilities] | None = None,
         **options: Any,
     ) -> None:
         self.client = Client()
@@ -134,6 +136,7 @@ class Bench:
             awaited_tokens=awaited_tokens,
             layerwise_tokens=awaited_tokens if self.groups == 1 else 0,
             beside_others=beside_others,
+            tiers=tiers,
         )
         self.evicted: set[int] = set()
         self.blocks: dict[str, list[Any]] = {}
@@ -1079,6 +1082,17 @@ def test_a_reset_of_all_tiers_keeps_the_namespace():
     bench.scheduler.reset()
 
     assert tracker(bench, request).keys is keys
+    assert bench.client.memory_only == [False]
+
+
+@pytest.mark.parametrize("other", [Capabilities(removes=True), Capabilities(lists=True)])
+def test_a_reset_changes_the_namespace_if_a_tier_cannot_be_cleared(other):
+    bench = Bench(tiers={"cpu": Capabilities(removes=True, lists=True), "other": other})
+    request = bench.request(20)
+    tags = tracker(bench, request).keys.tags
+    bench.scheduler.reset()
+
+    assert tracker(bench, request).keys.tags != tags
     assert bench.client.memory_only == [False]
 
 
