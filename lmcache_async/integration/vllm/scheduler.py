@@ -111,9 +111,6 @@ class BlockPins:
         self._pool = block_pool
         self._max_blocks = max(1, int(block_pool.num_gpu_blocks * self._max_fraction))
 
-    def block(self, block_id: int) -> Any:
-        return self._pool.blocks[block_id]
-
     def pin(self, job_id: int, blocks: Sequence[Any]) -> None:
         """Pin blocks that a request holds, so that none of them is in the pool's free queue."""
         for block in blocks:
@@ -238,14 +235,16 @@ class StoreQueue:
 
         Args:
             states: By group, the id of the block with the recurrent state at the boundary. The request's block table does
-                not show which block that is.
+                not show which of its blocks that is.
         """
         needed: list[Sequence[Any]] = []
         for group in self._bounded:
             start = group.first_needed(boundary) // group.block_size
             stop = boundary // group.block_size
             if group.state:
-                needed.append([self._pins.block(states[group.index])] if group.index in states else [])
+                # A block that has left the table since the offer may already be another request's.
+                offered = states.get(group.index)
+                needed.append([block for block in blocks[group.index] if block.block_id == offered])
             else:
                 needed.append(blocks[group.index][start:stop])
             held = all(block.ref_cnt and not block.is_null for block in needed[-1])
