@@ -139,9 +139,10 @@ def _row_ids(index: int, job: CopyJob) -> BlockIds:
     rows = np.asarray(job.rows)
     if rows.dtype is _INT64 and rows.ndim == 1 and rows.flags.c_contiguous:
         return rows
-    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and rows.size):
+    fits = rows.dtype.kind in "iu" and np.can_cast(rows.dtype, np.int64)  # 2**64 - 1 would become -1
+    if rows.ndim != 1 or (rows.size and not fits):
         raise ValueError(
-            f"job {index}: rows must be integers of shape (num_rows,), not {rows.dtype} {rows.shape}"
+            f"job {index}: rows must be int64 of shape (num_rows,), not {rows.dtype} {rows.shape}"
         )
     return np.ascontiguousarray(rows, np.int64)
 

@@ -447,6 +447,7 @@ async def test_a_payload_is_plane_by_plane():
         (np.array([0, 1]), np.zeros(1024, np.uint8)[::2], "contiguous"),
         (np.array([[0, 1]]), np.zeros(512, np.uint8), "rows must be"),
         (np.array([0.0, 1.0]), np.zeros(512, np.uint8), "rows must be"),
+        (np.array([0, 2**64 - 1], np.uint64), np.zeros(512, np.uint8), "rows must be"),
     ],
 )
 async def test_a_wrong_job_moves_nothing_of_its_batch(direction, rows, payload, message):
