@@ -201,7 +201,8 @@ class RecordFiles:
         """Set the mtime of records. Failures are ignored: stamps only determine the eviction order after a restart."""
         for key, stamp in stamps:
             with contextlib.suppress(OSError, TierError):
-                os.utime(self._directory.record_name(key), ns=(stamp, stamp), dir_fd=self._directory.fd)
+                name = self._directory.record_name(key)
+                os.utime(name, ns=(stamp, stamp), dir_fd=self._directory.fd, follow_symlinks=False)
 
     def _discard(self, name: str) -> None:
         """Delete a file of a failed write, now or before the next write."""

@@ -14,6 +14,7 @@ import pytest
 
 from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import index as disk_index
 from lmcache_async.plugins.disk import tier as disk_tier
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.testing.records import key_of, record
@@ -203,12 +204,16 @@ async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
 
 
 @pytest.mark.parametrize("thing", ["fifo", "socket", "link", "directory"])
-async def test_something_else_in_a_records_place_is_a_miss_at_once(config, arena, allocate, tmp_path, thing):
+async def test_something_else_in_a_records_place_is_a_miss_at_once(
+    config, arena, allocate, tmp_path, monkeypatch, thing
+):
+    monkeypatch.setattr(disk_index, "STAMP_AGE_NS", -1)  # every read sets the time of use
     elsewhere = tmp_path / "elsewhere"
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         path = path_of(config, 1)
         elsewhere.write_bytes(path.read_bytes())
+        changed_ns = elsewhere.stat().st_mtime_ns
         path.unlink()
         if thing == "fifo":
             os.mkfifo(path)
@@ -226,7 +231,7 @@ async def test_something_else_in_a_records_place_is_a_miss_at_once(config, arena
         assert not await asyncio.wait_for(get(tier, allocate, 1), 30)
         assert tier.statistics().corrupt_by_cause == {"file": 1}
         assert not await tier.contains(key_of(1))
-        assert elsewhere.exists()
+        assert elsewhere.stat().st_mtime_ns == changed_ns
         if thing == "directory":  # a foreign entry, which is not deleted
             with record(arena, 1) as buffer, pytest.raises(TierUnavailableError, match="directory"):
                 await tier.put(key_of(1), buffer)
