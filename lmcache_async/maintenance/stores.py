@@ -18,6 +18,7 @@ from lmcache_async.config.validation import Origin
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import (
     BudgetExceededError,
+    ChunkCorruptError,
     ConfigError,
     LMCacheAsyncError,
     TierError,
@@ -29,6 +30,7 @@ from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
 from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier
+from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
 from lmcache_async.tiers.results import unwrap
@@ -85,6 +87,8 @@ class Stores:
             raise ConfigError(
                 f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
             )
+        if isinstance(made, BundledTier):
+            made.removes_invalid = False  # a record may only be longer than the memory of the command
         logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
         handle = TierHandle(
             made, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
@@ -199,7 +203,7 @@ class TierStore(OfflineStore):
         try:
             (result,) = await self._tier.get([record.key], self._lease)
             return unwrap(result)
-        except BudgetExceededError as error:
+        except (BudgetExceededError, ChunkCorruptError) as error:
             raise TierError(
                 f"record {record.key.hex()}: {error}; raise --max-record-bytes if records are longer"
             ) from error

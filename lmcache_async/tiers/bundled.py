@@ -28,7 +28,12 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
 
     Args:
         label: Name of the tier in messages, such as `s3 tier of s3://bucket`.
+
+    Attributes:
+        removes_invalid: Whether a read removes a record of an invalid length. If not, it raises ChunkCorruptError.
     """
+
+    removes_invalid = True
 
     def __init__(self, config: ConfigT, label: str) -> None:
         super().__init__(config)

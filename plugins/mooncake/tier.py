@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import BudgetExceededError, ChunkCorruptError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
@@ -138,7 +138,14 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
                 buffer.release()
 
     async def _reject_length(self, pool: Pool, key: ChunkKey) -> None:
-        """Count a record of an invalid length as corrupt, and try to remove it. It is a miss."""
+        """Count a record of an invalid length as corrupt, and try to remove it. It is a miss.
+
+        Raises:
+            ChunkCorruptError: Invalid records are not removed.
+        """
+        if not self.removes_invalid:
+            text = f"the record of key {key.hex()} is empty or longer than {self._max_record_bytes} bytes"
+            raise ChunkCorruptError(text, cause="length")
         self._corrupt["length"] += 1
         with contextlib.suppress(TierError):
             await pool.remove(key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
-from lmcache_async.errors import TierError, TierUnavailableError
+from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
@@ -201,7 +201,14 @@ class S3Tier(BundledTier[S3Config, Bucket]):
         await in_thread(self._copies, partial(_fill, content, buffer, start))
 
     async def _reject_length(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
-        """Count an object of an invalid length as corrupt, and try to delete it. It is a miss."""
+        """Count an object of an invalid length as corrupt, and try to delete it. It is a miss.
+
+        Raises:
+            ChunkCorruptError: Invalid records are not removed.
+        """
+        if not self.removes_invalid:
+            text = f"the object of key {key.hex()} has {nbytes} bytes, expected 1 to {self._max_record_bytes}"
+            raise ChunkCorruptError(text, cause="length")
         self._corrupt["length"] += 1
         self._logger.report(
             "corrupt",

@@ -181,6 +181,8 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         try:
             return await topology.run_at_node(name, run)
         except ChunkCorruptError as error:
+            if not self.removes_invalid:
+                raise
             self._corrupt[error.cause] += 1
             await topology.ask_each(b"UNLINK", [name])  # later lookups are misses too
             return None

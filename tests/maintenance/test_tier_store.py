@@ -11,6 +11,7 @@ from lmcache_async.maintenance.concurrency import for_each, no_progress
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import Selection
+from lmcache_async.maintenance.stores import Stores
 from lmcache_async.maintenance.verification import verify
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
@@ -63,6 +64,21 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
 
     assert report.errors == 1
     assert "--max-record-bytes" in report.wrong_records[0]["message"]
+
+
+async def test_a_record_longer_than_the_memory_stays_on_the_server(root, valkey):
+    """A tier of an engine removes a record that is longer than any of its own."""
+    async with Stores().open(root) as source, Stores().open(None, valkey) as target:
+        await copy(source, target)
+
+    async with Stores(max_record_bytes=4096).open(None, valkey) as target:
+        verified = await verify(target)
+        found = await inspect(target)
+        there = await target.list()
+
+    assert (verified.records, verified.errors, verified.gone) == (0, 8, 0)
+    assert (found.errors, found.gone, len(there)) == (8, 0, 8)
+    assert "--max-record-bytes" in verified.wrong_records[0]["message"]
 
 
 async def test_records_of_other_namespaces_count_against_the_rate():

@@ -12,6 +12,7 @@ import uvloop
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.conformance.base import TierRig, in_time
@@ -164,6 +165,22 @@ async def test_a_record_that_went_between_lookup_and_read_is_a_miss(opened, stor
     store.batch_get_into = lambda names, *_: [code] * len(names)
 
     assert await opened.get(key_of(1), allocate) is None
+
+
+@pytest.mark.parametrize("removes", [True, False])
+async def test_a_record_that_is_too_long_is_removed_unless_invalid_records_stay(
+    opened, store, arena, allocate, removes
+):
+    await TierRig(opened, arena).put(1)
+    store.batch_get_into = lambda names, *_: [-600] * len(names)
+    opened.removes_invalid = removes
+    if removes:
+        assert await opened.get(key_of(1), allocate) is None
+    else:
+        with pytest.raises(ChunkCorruptError, match="longer than"):
+            await opened.get(key_of(1), allocate)
+
+    assert await opened.contains(key_of(1)) is not removes
 
 
 @pytest.mark.parametrize("moving", ["batch_get_into", "batch_put_from"])

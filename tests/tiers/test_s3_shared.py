@@ -11,7 +11,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore
 
-from lmcache_async.errors import BudgetExceededError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, ChunkCorruptError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.s3 import S3Config, S3Tier
@@ -58,6 +58,22 @@ async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
 
         assert tier.statistics().corrupt_by_cause == {"length": 1}
         assert not await tier.contains(key_of(1))
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200_000)], ids=["empty", "too long"])
+@pytest.mark.parametrize("part_bytes", [4096, 1 << 20])
+async def test_an_object_of_no_records_length_stays_if_invalid_records_are_not_removed(
+    tmp_path, arena, allocate, content, part_bytes
+):
+    store = LocalStore(tmp_path)
+    tier = S3Tier(S3Config(url="s3://bucket", part_bytes=part_bytes), store=store)
+    tier.bind(arena)
+    tier.removes_invalid = False
+    async with tier:
+        await obstore.put_async(store, name_of(key_of(1)), content, use_multipart=False)
+        with pytest.raises(ChunkCorruptError, match=f"{len(content)} bytes, expected 1 to"):
+            await tier.get(key_of(1), allocate)
+        assert await tier.contains(key_of(1))
 
 
 async def test_a_record_is_not_read_without_memory_for_it(s3_server, arena, monkeypatch):
