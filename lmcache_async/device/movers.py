@@ -108,8 +108,10 @@ class TorchMover:
     columns = 1
 
     def __init__(self, layout: KVLayout) -> None:
+        # All rows of a part are consecutive in staging, so the word must divide the rows of the other groups too.
+        word = math.gcd(8, *(plane.row_bytes for plane in layout.planes))
         self._groups = split(
-            layout, lambda storage, planes, first: _Group(layout.storages[storage], planes, first)
+            layout, lambda storage, planes, first: _Group(layout.storages[storage], planes, first, word)
         )
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
@@ -138,11 +140,11 @@ class TorchMover:
 
 
 class _Group(PlaneGroup):
-    def __init__(self, memory: torch.Tensor, planes: Sequence[Plane], first: int) -> None:
+    def __init__(self, memory: torch.Tensor, planes: Sequence[Plane], first: int, word: int) -> None:
         strides = [stride for plane in planes for stride in (plane.rows.block_stride, plane.rows.row_stride)]
         unit = math.gcd(planes[0].row_bytes, *strides, *(plane.base for plane in planes))
         super().__init__(planes, first, unit=unit)
-        word = math.gcd(8, unit)
+        word = math.gcd(word, unit)
         words = memory[: len(memory) // word * word].view(WORDS[word])
         places = (len(memory) - self.row_bytes) // unit + 1
         # A view with a row at every multiple of the unit: the index of a row is its position.

@@ -66,8 +66,9 @@ def test_any_form_through_a_ring_of_any_size(form, mover, staging_bytes):
     asyncio.run(check_copier(form, opened, device="cuda", payload=pinned))
 
 
-async def test_rows_of_two_sizes_are_moved_in_one_launch():
-    await check_rows_of_two_sizes(open_copier, device="cuda", payload=pinned)
+@pytest.mark.parametrize("mover", [TritonMover, TorchMover])
+async def test_rows_of_two_sizes_are_copied(mover):
+    await check_rows_of_two_sizes(partial(open_copier, mover=mover), device="cuda", payload=pinned)
 
 
 async def test_the_ring_wraps_around_many_times():

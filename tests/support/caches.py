@@ -88,17 +88,27 @@ async def check_rows_of_two_sizes(
     payload: Callable[[int], Payload] = host_payload,
 ) -> None:
     """Check layers with rows of different sizes, whose offsets in staging memory come from the table."""
-    wide, narrow = torch.randn(4, 2, 4, 16, device=device), torch.randn(4, 1, 4, 6, device=device).half()
-    layout = KVLayout.from_block_views([wide, narrow], num_blocks=4, block_size=4)
+    for dtype, content in ((torch.float16, 6), (torch.uint8, 7)):
+        narrow = torch.arange(4 * 4 * content, device=device).view(4, 1, 4, content).to(dtype)
+        await _check_rows(open_copier, narrow, torch.randn(4, 2, 4, 16, device=device), payload)
+
+
+async def _check_rows(
+    open_copier: Callable[[KVLayout], Copier],
+    narrow: torch.Tensor,
+    wide: torch.Tensor,
+    payload: Callable[[int], Payload],
+) -> None:
+    layout = KVLayout.from_block_views([narrow, wide], num_blocks=4, block_size=4)
     job = job_of(layout, [2, 0, 3], payload)
     copier = open_copier(layout)
 
     await copier.gather([job], copier.fence())
-    expected = [tensor[[2, 0, 3]].cpu().numpy().tobytes() for tensor in (wide, narrow)]
+    expected = [tensor[[2, 0, 3]].cpu().numpy().tobytes() for tensor in (narrow, wide)]
     assert np.asarray(job.payload).tobytes() == b"".join(expected)
     await copier.scatter([CopyJob(np.array([1, -1, 2]), job.payload)])
     copier.close()
 
     assert torch.equal(wide[1:3], wide[[1, 3]])
     assert torch.equal(narrow[1:3], narrow[[1, 3]])
-    assert wide[1].cpu().numpy().tobytes() == expected[0][: wide[0].nbytes]
+    assert wide[1].cpu().numpy().tobytes() == expected[1][: wide[0].nbytes]

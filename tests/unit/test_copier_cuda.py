@@ -29,7 +29,7 @@ from lmcache_async.device.movers import TorchMover, open_mover
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
 from lmcache_async.testing.steps import turns
-from tests.support.caches import assign, job_of
+from tests.support.caches import assign, check_rows_of_two_sizes, job_of
 from tests.support.fake_streams import FakeEvent, FakeStreams
 
 
@@ -102,6 +102,18 @@ def test_payloads_are_those_of_the_cpu_copier_and_scatter_touches_no_other_byte(
         patch.setattr(cuda, "MAX_ENTRIES", data.draw(st.sampled_from((1, 5, 1 << 17))))
         asyncio.run(run())
     assert all(map(torch.equal, target.storages, expected.storages))
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 20])
+async def test_rows_of_two_sizes_are_copied(staging_bytes):
+    def open_copier(layout):
+        movers = [TorchMover(layout)]
+        (copier,) = open_cuda_copiers(
+            [layout], staging_bytes=staging_bytes, streams=FakeStreams(), movers=movers
+        )
+        return copier
+
+    await check_rows_of_two_sizes(open_copier)
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
