@@ -10,6 +10,7 @@ from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities, Tier
+from lmcache_async.tiers.results import call_each
 
 
 class WrongBytes(DictTier):
@@ -341,6 +342,95 @@ class TextKeys(DictTier):
 
     async def remove(self, key):
         return await super().remove(self.text(key))
+
+
+class StaleAfterClear(DictTier):
+    """Keeps the records that were read in a cache that `clear` does not empty."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.cache = {}
+
+    async def get(self, key, allocate):
+        record = self.cache.setdefault(key, self.records.get(key))
+        if record is None:
+            return await super().get(key, allocate)
+        buffer = await allocate(len(record))
+        buffer.view[:] = record
+        return buffer
+
+    async def remove(self, key):
+        self.cache.pop(key, None)
+        return await super().remove(key)
+
+    async def clear(self):
+        count = len(self.records)
+        self.records.clear()
+        return count
+
+
+class StaleBatchLookup(DictTier):
+    """Remembers the chunks that a batch found, also after they were removed."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.found = set()
+
+    async def contains_many(self, keys):
+        self.found.update(key for key in keys if key in self.records)
+        return [key in self.found for key in keys]
+
+
+class StalePrefix(StaleBatchLookup):
+    """Remembers the chunks of prefixes, also after they were removed."""
+
+    async def count_prefix(self, keys):
+        return [*await StaleBatchLookup.contains_many(self, keys), False].index(False)
+
+    contains_many = DictTier.contains_many
+
+
+class StaleBatchRead(StaleAfterClear):
+    """Only batches are read from a cache, which removals do not empty."""
+
+    remove = DictTier.remove
+    clear = DictTier.clear
+
+    async def get(self, key, allocate):
+        return await DictTier.get(self, key, allocate)
+
+    async def get_many(self, keys, allocate):
+        return await call_each("get", keys, lambda key: StaleAfterClear.get(self, key, allocate), 1)
+
+
+class SwallowsRejectCancellation(DictTier):
+    """Continues a cancelled `reject`."""
+
+    async def reject(self, key, cause):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return await self.remove(key)
+
+
+class RemembersMisses(DictTier):
+    """`lacks` remembers the chunks that were not stored, also after they were."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.missing = set()
+
+    def lacks(self, key):
+        if key not in self.records:
+            self.missing.add(key)
+        return key in self.missing
+
+
+class LeavesTask(DictTier):
+    """Starts a task when it is opened, and does not end it."""
+
+    async def __aenter__(self):
+        self.task = asyncio.ensure_future(asyncio.Event().wait())
+        return self
 
 
 BROKEN: list[type[Tier]] = [

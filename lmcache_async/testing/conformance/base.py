@@ -88,7 +88,8 @@ class TierRig:
 
     async def contains(self, number: int) -> bool:
         found = await self.tier.contains(key_of(number))
-        assert not (found and self.tier.lacks(key_of(number))), "lacks and contains contradict each other"
+        lacks = self.tier.lacks(key_of(number))  # also for a miss, which must not change a later answer
+        assert not (found and lacks), "lacks and contains contradict each other"
         return found
 
     async def remove(self, number: int) -> bool:

@@ -16,7 +16,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.conformance.base import Cases, TierRig, in_time, opened_rig, release_all
 from lmcache_async.testing.conformance.content import LENGTHS
 from lmcache_async.testing.records import key_of
-from lmcache_async.testing.steps import cancelled_at_await, turns
+from lmcache_async.testing.steps import DEADLINE_S, cancelled_at_await, turns
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey
 
@@ -37,6 +37,7 @@ VERBS = WRITES | {
     "get": lambda tier, items, allocate: tier.get(items[0][0], allocate),
     "get_many": lambda tier, items, allocate: tier.get_many([key for key, _ in items], allocate),
     "remove": lambda tier, items, _: tier.remove(items[0][0]),
+    "reject": lambda tier, items, _: tier.reject(items[0][0], "checksum"),
     "contains": lambda tier, items, _: tier.contains(items[0][0]),
     "contains_many": lambda tier, items, _: tier.contains_many([key for key, _ in items]),
     "count_prefix": lambda tier, items, _: tier.count_prefix([key for key, _ in items]),
@@ -240,6 +241,16 @@ class LifecycleCases(Cases):
                 for number in range(10):
                     assert await again.contains(number) is await again.holds(number)
                 assert await again.holds(*range(3)), "records were lost when the tier was closed"
+
+    async def test_closing_ends_the_tasks_of_the_tier(self, tier: Tier, arena: Arena) -> None:
+        others = asyncio.all_tasks()
+        async with opened_rig(tier, arena) as rig:
+            await rig.put(1)
+            assert await rig.holds(1)
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
+        while left := asyncio.all_tasks() - others:
+            assert asyncio.get_running_loop().time() < deadline, f"tasks run after the closing: {left}"
+            await asyncio.sleep(0)
 
     async def test_a_closed_tier_raises_tier_errors_or_returns_correct_results(
         self, tier: Tier, arena: Arena

@@ -239,13 +239,25 @@ class RemovalCases(Cases):
                 return await rig.remove(number)
             return await rig.tier.reject(key_of(number), "checksum")
 
+        async def check_found(found: list[bool]) -> None:
+            keys = [key_of(1), key_of(2)]
+            assert await rig.tier.contains_many(keys) == found, f"contains_many is wrong after a {verb}"
+            assert await rig.tier.count_prefix(keys) == [*found, False].index(False)
+            results = await rig.get_many([1, 2])
+            assert [isinstance(result, Buffer) for result in results] == found, (
+                f"get_many is wrong after a {verb}"
+            )
+            _check_got(rig, [1, 2], results)
+
         removes = rig.tier.capabilities.removes
         await rig.put(1, 2)
         for _ in range(2):
+            await check_found([True, True])
             assert await remove(1) is removes, f"{verb} does not return the declared `removes`"
             assert not await remove(9)
             assert await rig.contains(1) is not removes
             assert await rig.holds(1) is not removes
+            await check_found([not removes, True])
             if removes:
                 assert not await remove(1)
                 await rig.put(1)
@@ -263,10 +275,12 @@ class RemovalCases(Cases):
             return
         await rig.remove(3)
         assert await rig.keys() == {key_of(number) for number in (0, 1, 2, 4)}
+        assert await rig.holds(0, 1, 2, 4)
         assert await rig.tier.clear() == 4, "clear did not return the number of removed chunks"
         assert await rig.keys() == set()
         assert await rig.tier.clear() == 0
-        assert not await rig.holds(1)
+        assert not await rig.contains(1), "contains found a chunk after clear"
+        assert not await rig.holds(1), "get returned a chunk after clear"
         await rig.put(1)
         assert await rig.holds(1)
 
