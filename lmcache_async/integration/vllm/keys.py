@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
+import sys
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -354,7 +354,7 @@ class Promise:
                 0 < tokens < _MAX_PROMISED_TOKENS
                 and _PROMISE_DIGEST.fullmatch(namespace)
                 and _PROMISE_DIGEST.fullmatch(end)
-                and 0 <= wait_s < math.inf
+                and 0 <= wait_s <= sys.float_info.max
             ):
                 return cls(request_id[:64], tokens, namespace, end, float(wait_s))
         logger.report(

@@ -234,6 +234,7 @@ GOOD = PROMISE.params()[PROMISE_FIELD]
         GOOD | {"end": "x" * 32},
         GOOD | {"wait_s": -1},
         GOOD | {"wait_s": float("nan")},
+        GOOD | {"wait_s": 10**400},
         GOOD | {"wait_s": None},
         {key: GOOD[key] for key in GOOD if key != "end"},
     ],
