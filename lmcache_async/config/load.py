@@ -30,7 +30,7 @@ from lmcache_async.config.sources import (
     refuse_secrets,
     variable_settings,
 )
-from lmcache_async.config.validation import LEFT_OUT, Loaded, Origin, explain, known_keys, validate_all
+from lmcache_async.config.validation import LEFT_OUT, Loaded, Origin, explain, known_keys, show, validate_all
 from lmcache_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) 
         return path, ""
     if from_extra is not None:
         if not isinstance(from_extra, str | os.PathLike) or not os.fspath(from_extra):
-            raise ConfigError(f"{EXTRA}: config_file is {from_extra!r}: expected the path of a YAML file")
+            raise ConfigError(f"{EXTRA}: config_file is {show(from_extra)}: expected the path of a YAML file")
         return Path(os.fspath(from_extra)), f"{EXTRA}: config_file"
     named = ((env.get(name, "").strip(), name) for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE))
     return next(((Path(file), name) for file, name in named if file), (None, ""))

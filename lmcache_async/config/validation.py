@@ -22,11 +22,13 @@ LEFT_OUT = "_left_out_"
 ModelT = TypeVar("ModelT", bound=BaseModel)
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-_SECRET = re.compile(
-    r"password|passwd|secret|(?<!max_)(?<!generated_)token(?!s_per)|credential|api_?key|^hash_key$"
-    r"|^encryption(\.keys)?$",
+_SECRET_NAME = r"password|passwd|secret|(?<!max_)(?<!generated_)token(?!s_per)|credential|api[-_]?key"
+_SECRET = re.compile(rf"{_SECRET_NAME}|^hash_key$|^encryption(\.keys)?$", re.IGNORECASE)
+_SECRET_IN_TEXT = re.compile(
+    rf"(?:{_SECRET_NAME}|hash_key)(?!\w*_(?:file|variable)\b)[\w-]*\\?['\"]?\s*[:=,](?!\s*['\"]?\*\*\*)",
     re.IGNORECASE,
 )
+"""The name of a secret and the character before its value, in text such as invalid JSON."""
 _NAMES_A_SECRET = re.compile(r"_(file|variable)$")
 _VARIABLE = re.compile(r"LMCACHE_(ASYNC_)?(?=[A-Z0-9_]+$)")
 _MAX_PASSES = 100  # each pass finds another kind of mistake
@@ -171,7 +173,7 @@ def without_secrets(value: object, name: str = "") -> object:
 
 def without_user(text: str) -> str:
     """Remove users and passwords from URLs in the text, also passwords that are not percent-encoded."""
-    return re.sub(r"//[^\s'\"]+@", "//***@", text)
+    return re.sub(r"(//|:(?!//))[^\s'\"]+@", r"\1***@", text)
 
 
 def show(value: object, key: str = "") -> str:
@@ -179,6 +181,8 @@ def show(value: object, key: str = "") -> str:
     if _SECRET.search(key):
         return "'***'"
     text = without_user(repr(without_secrets(value)))
+    if found := _SECRET_IN_TEXT.search(text[:200]):
+        text = f"{text[: found.end()]} ***"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

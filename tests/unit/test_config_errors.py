@@ -162,6 +162,26 @@ def test_a_secret_is_not_shown(value):
     assert "***" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env": {"LMCACHE_ASYNC_TIERS": '[{"name":"s3","secret_key":"geheim"'}},
+        {"env": {"LMCACHE_ASYNC_TIERS": '{"name":"valkey","password":"geheim"}'}},
+        {"env": {"LMCACHE_ASYNC_STORE": "{'api-key': geheim"}},
+        {"env": {"LMCACHE_EXTRA_CONFIG": '{"token": "geheim"'}},
+        {"env": {"LMCACHE_REMOTE_URL": "redis:geheim@host"}},
+        {"extra": {"tiers": [{"name": "cpu", "options": ["password", "geheim"]}]}},
+        {"extra": {"config_file": {"password": "geheim"}}},
+    ],
+    ids=["no list", "no list of mappings", "no mapping", "LMCache", "no URL", "a list of options", "no path"],
+)
+def test_a_secret_in_text_that_cannot_be_parsed_is_not_shown(settings):
+    text = message(**settings)
+
+    assert "geheim" not in text
+    assert "***" in text
+
+
 def test_a_long_value_is_cut():
     assert message(extra={"chunk_size": "x" * 1000}).startswith(f"{EXTRA}: chunk_size is 'xxx")
     assert len(message(extra={"chunk_size": "x" * 1000})) < 250
