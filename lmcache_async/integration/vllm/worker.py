@@ -846,12 +846,7 @@ class WorkerConnector:
         return len(opened) == len(self.engines)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """bind_connector_metadata.
-
-        Start the stores of the former step if they were not started. With speculation, vLLM's model runner V1 calls
-        wait_for_save only on the last stage of a pipeline.
-        """
-        self.start_stores()
+        """bind_connector_metadata."""
         self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
         self._awaited = metadata.awaited
         for engine in self.engines:

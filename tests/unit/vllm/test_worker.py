@@ -334,14 +334,6 @@ def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Un
     assert worker.take_report() is None
 
 
-def test_stores_of_a_step_without_wait_for_save_start_with_the_next_step(worker: Worker, until: Until):
-    """With speculation, vLLM's model runner V1 calls neither of the two methods on the first stages of a pipeline."""
-    worker.begin_step(StepMetadata(stores=(job(7),)))
-    worker.begin_step(StepMetadata())
-
-    assert copied(worker, until) == {7: 1}
-
-
 @pytest.mark.parametrize(
     ("report", "unshared"),
     [
