@@ -32,6 +32,8 @@ from lmcache_async.registry import TIERS, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.handle import TierHandle
+from lmcache_async.tiers.middleware.base import LayerContext
+from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord, Visit
 from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
@@ -90,8 +92,14 @@ class Stores:
         if isinstance(made, BundledTier):
             made.removes_invalid = False  # a record may only be longer than the memory of the command
         logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
+        context = LayerContext(spec.id, "retry", spec.timeout_s, logger)
         handle = TierHandle(
-            made, name=spec.id, logger=logger, timeout_s=spec.timeout_s, open_timeout_s=spec.open_timeout_s
+            made,
+            name=spec.id,
+            logger=logger,
+            timeout_s=spec.timeout_s,
+            layers=[RetryLayer(RetryConfig(), context)],  # one failed call would end a long run
+            open_timeout_s=spec.open_timeout_s,
         )
         return TierStore(handle, options, timeout_s=spec.timeout_s)
 

@@ -13,6 +13,7 @@ from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import Stores
 from lmcache_async.maintenance.verification import verify
+from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
 from lmcache_async.tiers.base import Capabilities
@@ -79,6 +80,25 @@ async def test_a_record_longer_than_the_memory_stays_on_the_server(root, valkey)
     assert (verified.records, verified.errors, verified.gone) == (0, 8, 0)
     assert (found.errors, found.gone, len(there)) == (8, 0, 8)
     assert "--max-record-bytes" in verified.wrong_records[0]["message"]
+
+
+async def test_a_call_that_failed_for_a_moment_is_repeated(root, valkey, monkeypatch):
+    async with Stores().open(root) as source, Stores().open(None, valkey) as target:
+        await copy(source, target)
+    read, fails = ValkeyTier.get_many, 2
+
+    async def fail_twice(self, keys, allocate):
+        nonlocal fails
+        if fails:
+            fails -= 1
+            raise TierUnavailableError("it is busy")
+        return await read(self, keys, allocate)
+
+    monkeypatch.setattr(ValkeyTier, "get_many", fail_twice)
+    async with Stores(in_flight=1).open(None, valkey) as target:
+        report = await verify(target)
+
+    assert (report.records, report.errors, fails) == (8, 0, 0)
 
 
 async def test_records_of_other_namespaces_count_against_the_rate():
