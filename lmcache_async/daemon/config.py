@@ -31,6 +31,7 @@ from lmcache_async.config.values import (
     Size,
     SizeInput,
     SocketPath,
+    format_size,
     parse_size,
 )
 from lmcache_async.daemon.address import parse_user
@@ -70,7 +71,12 @@ class TenantOptions(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_bytes is not None and self.reserved_bytes > self.max_bytes:
-            raise disagree("it exceeds max_bytes", "reserved_bytes", "max_bytes")
+            raise disagree(
+                f"{format_size(self.reserved_bytes)} exceed max_bytes of {format_size(self.max_bytes)};"
+                " lower reserved_bytes or raise max_bytes",
+                "reserved_bytes",
+                "max_bytes",
+            )
         return self
 
 
@@ -109,9 +115,14 @@ class DaemonConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_bytes < MIN_BYTES:
-            raise disagree(f"a pool has at least {MIN_BYTES} bytes", "max_bytes")
-        if sum(tenant.reserved_bytes for tenant in self.tenants.values()) > self.max_bytes:
-            raise disagree("the reservations of all tenants exceed max_bytes", "tenants", "max_bytes")
+            raise disagree(f"{self.max_bytes} bytes are too few; expected at least {MIN_BYTES}", "max_bytes")
+        if (reserved := sum(tenant.reserved_bytes for tenant in self.tenants.values())) > self.max_bytes:
+            raise disagree(
+                f"all tenants reserve {format_size(reserved)}, more than max_bytes of"
+                f" {format_size(self.max_bytes)}; lower their reserved_bytes or raise max_bytes",
+                "tenants",
+                "max_bytes",
+            )
         if self.other_tenants.reserved_bytes:
             raise disagree("only named tenants can reserve bytes", "other_tenants")
         return self
