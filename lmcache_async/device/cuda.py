@@ -283,7 +283,7 @@ class TorchStreams:
         event.wait(stream)
 
     def pinned(self, num_words: int) -> torch.Tensor:
-        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        return torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

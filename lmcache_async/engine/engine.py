@@ -237,7 +237,7 @@ class CacheEngine:
         ids = as_tokens(tokens)
         request = self._request(RetrieveRequest, ids, rows, mask, namespace, request_id, fence)
         report = await self.retrieve_chunks(request)
-        result = torch.zeros(len(ids), dtype=torch.bool)
+        result = torch.zeros(len(ids), dtype=torch.bool, device="cpu")  # not torch's default device
         # The hit begins with the chunk of the first wanted row.
         is_wanted = request.row_ids >= 0
         wanted = np.flatnonzero(is_wanted)

@@ -252,6 +252,15 @@ def test_the_device_is_current_while_a_stream_is_used_and_restored_by_the_guard_
     ]
 
 
+def test_tables_are_in_host_memory_whatever_the_default_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: asked.append(options))
+
+    TorchStreams(torch.device("cuda", 1)).pinned(4)
+
+    assert [(each["device"], each["pin_memory"]) for each in asked] == [("cpu", True)]
+
+
 @pytest.mark.parametrize("queries", [1, 3, 9])
 def test_a_fence_is_polled_at_intervals_up_to_a_millisecond(queries, monkeypatch):
     slept = []

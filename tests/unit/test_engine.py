@@ -71,6 +71,17 @@ async def test_leading_false_tokens_of_the_mask_are_not_stored():
         assert await engine.lookup(TOKENS) == 0
 
 
+async def test_the_mask_of_a_retrieve_is_on_the_cpu_whatever_the_default_device():
+    rig = Rig()
+    async with rig.open() as engine:
+        await store(rig, engine)
+        with torch.device("meta"):
+            mask = await engine.retrieve(TOKENS, range(40))
+
+        assert mask.device.type == "cpu"
+        assert mask.all()
+
+
 async def test_disk_serves_after_a_restart_and_another_model_finds_nothing(tmp_path):
     async with Rig().open(tiers=["cpu", disk(tmp_path)]) as engine:
         await store(rig := Rig(), engine)  # slots of another cache: nothing useful is stored
