@@ -346,6 +346,8 @@ class DictTier(Tier):
         self._evictions += len(victims)
         for victim in victims:
             del self.records[victim]
+        if victims and self.on_evicted is not None:
+            self.on_evicted(victims)
 
 
 class GatedTier(ForwardingTier):

@@ -190,6 +190,12 @@ class EvictsInSilence(DictTier):
         )
 
 
+class EvictsWithoutEvent(DictTier):
+    """Counts evictions, but does not call `on_evicted`."""
+
+    on_evicted = property(lambda self: None, lambda self, callback: None)
+
+
 class TornContentPasses(DictTier):
     """Repairs truncated records with the payload last stored: a torn record passes as complete.
 

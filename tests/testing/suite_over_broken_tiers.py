@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lmcache_async.testing import DictConfig, DictTier, TierConformance
-from tests.testing.broken_tiers import BROKEN, EvictsInSilence, ExceedsCapacity, TornContentPasses
+from tests.testing.broken_tiers import (
+    BROKEN,
+    EvictsInSilence,
+    EvictsWithoutEvent,
+    ExceedsCapacity,
+    TornContentPasses,
+)
 
-ABOUT_LIMITS = {DictTier, EvictsInSilence, ExceedsCapacity}
+ABOUT_LIMITS = {DictTier, EvictsInSilence, EvictsWithoutEvent, ExceedsCapacity}
 ABOUT_DAMAGE = {DictTier, TornContentPasses}
 
 

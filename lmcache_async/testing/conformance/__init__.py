@@ -76,6 +76,7 @@ class LayerConformance(TierConformance):
     """
 
     many_keys: ClassVar[int] = 500  # layers add a cost to each call, not to each chunk stored
+    reports_evictions: ClassVar[bool] = False  # the handle around the tier takes its events
     local_index: ClassVar[bool] = True
 
     def make_layers(self) -> Sequence[Layer]:

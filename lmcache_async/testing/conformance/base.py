@@ -45,6 +45,7 @@ class TierRig:
         self.arena = arena
         self.allocate = allocator(arena)
         self.length = length
+        self.evicted: list[ChunkKey] = []  # keys passed to `on_evicted` of a limited tier
         self._readonly = readonly
 
     @property
@@ -153,9 +154,12 @@ class Cases:
 
     Attributes:
         many_keys: Number of records of the test with many records. Reduce it for a slow backend.
+        reports_evictions: Whether the tier calls `on_evicted` for the chunks that it evicts, as it must. False for
+            an object around a tier that has no callback of its own.
     """
 
     many_keys: ClassVar[int] = 2000
+    reports_evictions: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Mark every async test for pytest-asyncio, as its strict mode requires."""

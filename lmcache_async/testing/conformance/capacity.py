@@ -13,6 +13,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.conformance.base import Cases, TierRig, are_answers, in_time, opened_rig
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of
 from lmcache_async.tiers.base import Tier
+from lmcache_async.types import ChunkKey
 
 ROOM = 6
 """Capacity of the limited tier, in full slabs."""
@@ -28,8 +29,11 @@ class LimitedCases(Cases):
         if limited is None:
             yield None
             return
+        evicted: list[ChunkKey] = []
+        limited.on_evicted = evicted.extend
         async with opened_rig(limited, arena) as rig:
             rig.length = lambda _: MAX_PAYLOAD_BYTES
+            rig.evicted = evicted
             yield rig
             await rig.check_leases()
 
@@ -56,13 +60,13 @@ class CapacityCases(LimitedCases):
         if limited is None:
             return
         limited.length = length
-        taken = 0
+        taken = []
         for number in range(count):
             try:
                 await limited.put(number)
             except TierFullError:
                 continue
-            taken += 1
+            taken.append(number)
             assert _bytes_within_limit(limited) > 0
             assert await limited.holds(number), "put has ended, but the chunk is not stored"
         held = await limited.stored(range(count))
@@ -70,8 +74,12 @@ class CapacityCases(LimitedCases):
         assert held, "all records are lost"
         nbytes = sum(map(length, held))
         assert nbytes <= ROOM * SLAB_BYTES, f"{nbytes} bytes are stored; the limit is {ROOM * SLAB_BYTES}"
-        gone, evictions = taken - len(held), limited.statistics.evictions
-        assert gone == evictions, f"{gone} records are gone, but {evictions} evictions are counted"
+        gone, evictions = [number for number in taken if number not in held], limited.statistics.evictions
+        assert len(gone) == evictions, f"{len(gone)} records are gone, but {evictions} evictions are counted"
+        if self.reports_evictions and not limited.statistics.common:
+            assert sorted(limited.evicted) == sorted(map(key_of, gone)), (
+                "on_evicted was not called once for each evicted chunk"
+            )
         assert await limited.holds(*held)
 
     async def test_concurrent_puts_stay_within_the_limit(self, limited: TierRig | None) -> None:
