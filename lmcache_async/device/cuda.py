@@ -144,6 +144,7 @@ class Lane:
     ) -> None:
         self._size = len(parts)
         self._free = deque(parts)
+        self._lent = 0
         self._turns = asyncio.Semaphore(len(parts))
         self._waiting = self._waited = 0
         self._events = EventThread(name, prepare)
@@ -153,17 +154,27 @@ class Lane:
         return self._events.closed
 
     async def acquire(self) -> Part:
-        """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken."""
+        """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken.
+
+        Raises:
+            EngineClosedError: The lane is closed.
+        """
         self._waiting += 1
         self._waited += self._turns.locked()
         try:
             await self._turns.acquire()
         finally:
             self._waiting -= 1
+        if self.closed:
+            self._turns.release()
+            raise EngineClosedError("the copier is closed")
+        self._lent += 1
         return self._free.popleft()
 
     def release(self, part: Part) -> None:
-        self._free.append(part)
+        if not self.closed:
+            self._free.append(part)
+        self._lent -= 1
         self._turns.release()
 
     def watch(self, part: Part, event: DeviceEvent) -> asyncio.Future[None]:
@@ -175,11 +186,12 @@ class Lane:
         return self._events.watch(event, lambda: self.release(part))
 
     def statistics(self) -> LaneStatistics:
-        return LaneStatistics(self._size, len(self._free), self._waiting, self._waited)
+        return LaneStatistics(self._size, self._size - self._lent, self._waiting, self._waited)
 
     def close(self) -> None:
-        """Wait for all watched events, then end the thread. Idempotent."""
+        """Wait for all watched events, then end the thread and free the parts. Idempotent."""
         self._events.close()
+        self._free.clear()
 
 
 class Streams(Protocol):
@@ -413,8 +425,6 @@ class CudaCopier:
         pieces: Sequence[Piece],
         lane: Lane,
     ) -> None:
-        if lane.closed:
-            raise EngineClosedError("the copier is closed")
         to_host = lane is self._lanes.store
         with self._streams.use(part.stream):
             if not to_host:  # first, so that the bus is busy while the table is filled

@@ -313,6 +313,28 @@ async def test_the_first_close_of_several_copiers_lets_none_submit_work():
     assert all(map(all_free, copiers))
 
 
+async def test_a_closed_copier_keeps_no_staging_memory(collector_off):
+    class Mover(TorchMover):
+        def move(self, steps, table, staging, *, to_staging):
+            gone.extend(map(weakref.ref, (table, staging)))
+            super().move(steps, table, staging, to_staging=to_staging)
+
+    gone = []
+    layout, streams = CacheForm().build(4).layout, FakeStreams()
+    (copier,) = open_cuda_copiers([layout], streams=streams, movers=[Mover(layout)])
+    jobs = [job_of(layout, [0])]
+    await copier.gather(jobs)
+    await copier.scatter(jobs)
+    last = asyncio.ensure_future(copier.gather(jobs))
+    await turns(1)
+
+    copier.close()
+    await last
+
+    assert len(gone) == 6
+    assert not any(each() is not None for each in gone)
+
+
 @pytest.mark.parametrize(("staging_bytes", "expected"), [(1, [128] * 24), (1 << 20, [15 * 128, 9 * 128])])
 def test_the_number_of_copies_is_known_in_advance(staging_bytes, expected):
     copier, _ = fake_copier(CacheForm(layers=3).build(8), staging_bytes=staging_bytes)
