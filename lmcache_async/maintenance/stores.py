@@ -89,8 +89,10 @@ class Stores:
             raise ConfigError(
                 f"tier {spec.id!r} is memory of the engine's own process: other processes cannot read it"
             )
+        list_timeout_s: float | None = spec.timeout_s
         if isinstance(made, BundledTier):
             made.removes_invalid = False  # a record may only be longer than the memory of the command
+            list_timeout_s = None  # each request has a deadline, and many may be needed for the next key
         logger = LimitedLogger(logging.getLogger("lmcache_async.maintenance"))
         context = LayerContext(spec.id, "retry", spec.timeout_s, logger)
         handle = TierHandle(
@@ -101,7 +103,7 @@ class Stores:
             layers=[RetryLayer(RetryConfig(), context)],  # one failed call would end a long run
             open_timeout_s=spec.open_timeout_s,
         )
-        return TierStore(handle, options, timeout_s=spec.timeout_s)
+        return TierStore(handle, options, list_timeout_s=list_timeout_s)
 
     def _open_directory(self, path: Path, options: OfflineOptions) -> OfflineStore:
         """Return the store of the first tier that keeps records in directories, bundled tiers first."""
@@ -171,15 +173,15 @@ class Stores:
 class TierStore(OfflineStore):
     """The records of a tier that is opened in this process.
 
-    A record is always read as a whole: a tier has no method to read a part of one. `timeout_s` limits the wait
-    between two keys of a listing; other calls have the deadline of the handle.
+    A record is always read as a whole: a tier has no method to read a part of one. `list_timeout_s` limits the wait
+    between two keys of a listing, None for no limit; other calls have the deadline of the handle.
     """
 
-    def __init__(self, tier: TierHandle, options: OfflineOptions, *, timeout_s: float) -> None:
+    def __init__(self, tier: TierHandle, options: OfflineOptions, *, list_timeout_s: float | None) -> None:
         self.name = f"tier {tier.name!r}"
         self.in_flight = options.in_flight
         self._tier = tier
-        self._timeout_s = timeout_s
+        self._list_timeout_s = list_timeout_s
         # Two for each call, because a call past its deadline keeps its buffer until it ends.
         self._arena = options.make_arena(2 * self.in_flight + 2)
         self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
@@ -190,13 +192,13 @@ class TierStore(OfflineStore):
         keys = aiter(self._tier.keys())
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._list_timeout_s):
                     found.append(StoredRecord(await anext(keys)))
             except StopAsyncIteration:
                 return found
             except TimeoutError as error:
                 raise TierUnavailableError(
-                    f"{self.name} listed {len(found)} keys, and then did not answer in {self._timeout_s} s"
+                    f"{self.name} listed {len(found)} keys, and then did not answer in {self._list_timeout_s} s"
                 ) from error
 
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:

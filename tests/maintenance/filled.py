@@ -155,7 +155,7 @@ class Failing(DictTier):
 def store_of(tier: Tier, *, timeout_s: float = 30.0, max_record_bytes: int = SLAB_BYTES) -> TierStore:
     handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
     options = OfflineOptions(change=True, in_flight=3, max_record_bytes=max_record_bytes)
-    return TierStore(handle, options, timeout_s=timeout_s)
+    return TierStore(handle, options, list_timeout_s=timeout_s)
 
 
 def invoke(*arguments: object) -> Result:

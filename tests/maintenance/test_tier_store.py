@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -99,6 +100,16 @@ async def test_a_call_that_failed_for_a_moment_is_repeated(root, valkey, monkeyp
         report = await verify(target)
 
     assert (report.records, report.errors, fails) == (8, 0, 0)
+
+
+async def test_a_list_may_need_many_requests_for_the_next_key(root, valkey):
+    """A server with many other keys answers each request in time."""
+    async with Stores().open(root) as source, Stores().open(None, valkey) as target:
+        await copy(source, target)
+
+    impatient = json.dumps(json.loads(valkey) | {"timeout_s": 1e-6})
+    async with Stores().open(None, impatient) as target:
+        assert len(await target.list()) == 8
 
 
 async def test_records_of_other_namespaces_count_against_the_rate():
