@@ -6,13 +6,14 @@ import asyncio
 import logging
 import secrets
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
 from lmcache_async.bench.tier import FORMAT, seal_record
 from lmcache_async.config import TierSpec
 from lmcache_async.errors import BudgetExceededError, LMCacheAsyncError, TierError, TierUnavailableError
-from lmcache_async.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.diagnosis import Check, Outcome, fail, ok, warn
@@ -45,22 +46,23 @@ async def _probe(spec: TierSpec, tier: Tier) -> list[Check]:
     )
     slab_bytes = FORMAT.record_bytes(PAYLOAD_BYTES)
     arena = Arena(4 * slab_bytes, slab_bytes, huge_pages=False, prefault=False)
-    checks: list[Check] = []
-    try:
-        handle.bind(arena)
+    async with AsyncExitStack() as stack:
+        stack.callback(arena.close)
         begin = time.perf_counter()
-        async with handle:
-            checks.append(ok("opens", f"in {_ms(begin)}"))
-            try:
-                checks.append(await _look_up(handle))
-                checks.append(await _check_record(handle, arena, spec.timeout_s))
-            except TierError as error:
-                checks.append(_failed("a lookup", error))
-    except LMCacheAsyncError as error:
-        checks.append(fail("opens", str(error), _todo(error)))
-    finally:
-        arena.close()
-    return checks
+        try:
+            handle.bind(arena)
+            await stack.enter_async_context(handle)
+        except LMCacheAsyncError as error:
+            return [fail("opens", str(error), _todo(error))]
+        except Exception as error:  # noqa: BLE001 - of a tier of another distribution
+            return [fail("opens", f"{type(error).__name__}: {describe(error)}", _todo(error))]
+        checks = [ok("opens", f"in {_ms(begin)}")]
+        try:
+            checks.append(await _look_up(handle))
+            checks.append(await _check_record(handle, arena, spec.timeout_s))
+        except TierError as error:
+            checks.append(_failed("a lookup", error))
+        return checks
 
 
 async def _look_up(tier: TierHandle) -> Check:
@@ -114,7 +116,7 @@ def _failed(step: str, error: LMCacheAsyncError) -> Check:
     return fail("record", f"{step} failed: {error}", _todo(error))
 
 
-def _todo(error: LMCacheAsyncError) -> str:
+def _todo(error: Exception) -> str:
     if isinstance(error, TierUnavailableError):
         return "check that its server runs and can be reached from this machine"
     return "check the user's permissions on its server, and its options: lmcache-async tiers"

@@ -75,6 +75,7 @@ def spec_for(members) -> TierSpec:
         ({"put": gives(None)}, "the stored record was not returned"),
         ({"contains": gives(True)}, "a lookup failed: the tier reports a record that was never stored"),
         ({"__aenter__": hang}, "tier 'x': did not open within 0.2 s"),
+        ({"__aenter__": raises(ValueError("no such pool"))}, "ValueError: no such pool"),
     ],
 )
 def test_a_tier_that_misbehaves_fails(members, told):
