@@ -57,8 +57,8 @@ GROUPS = (
     Mutation(
         "groups: states are stored that vLLM did not offer for all groups",
         f"{VLLM}/scheduler.py",
-        "if group.index in states else []",
-        "if group.index in states else blocks[group.index][start:stop]",
+        "if block.block_id == offered]",
+        "if block.block_id == offered] or blocks[group.index][start:stop]",
         TEST_SCHEDULER,
     ),
     Mutation(
