@@ -439,6 +439,21 @@ class LeavesTask(DictTier):
         return self
 
 
+class ListsLiveRecords(DictTier):
+    """Fails to list its keys if a chunk is stored meanwhile."""
+
+    async def keys(self):
+        for key in self.records:
+            yield key
+
+
+class MergesRepeatedKeys(DictTier):
+    """Looks up a repeated key of a batch once."""
+
+    async def contains_many(self, keys):
+        return [key in self.records for key in dict.fromkeys(keys)]
+
+
 BROKEN: list[type[Tier]] = [
     kind
     for kind in list(globals().values())

@@ -71,6 +71,24 @@ class OverlapCases(Cases):
             )
             assert await rig.holds(number) is (verb == "put" or not rig.tier.capabilities.removes)
 
+    async def test_keys_are_listed_while_chunks_are_stored_and_removed(self, rig: TierRig) -> None:
+        if not rig.tier.capabilities.lists:
+            return
+
+        async def change() -> None:
+            await rig.put(*range(6, 9))
+            await rig.remove(5)
+
+        await rig.put(*range(6))
+        changing = asyncio.ensure_future(change())
+        listed = set()
+        async for key in rig.tier.keys():
+            listed.add(key)
+            await turns(5)
+        await in_time(changing)
+
+        assert listed >= {key_of(number) for number in range(5)}, "keys left out a chunk that was not changed"
+
     async def test_many_random_calls_end_with_correct_results(self, rig: TierRig) -> None:
         for seed in range(3):
             await in_time(_storm(random.Random(seed), rig))

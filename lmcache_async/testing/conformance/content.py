@@ -175,6 +175,8 @@ class BatchCases(Cases):
     ) -> None:
         assert await rig.put_many(puts) == [None] * len(puts)
         rig.scribble()
+        found = await rig.tier.contains_many([key_of(number) for number in asked])
+        assert found == [number in puts for number in asked], "contains_many is wrong for a batch"
 
         results = await rig.get_many(asked)
 
