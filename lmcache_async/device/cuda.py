@@ -477,6 +477,7 @@ def host_tensor(payload: Payload) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(memory))
 
 
+@torch.inference_mode(False)  # tensors that are made in inference mode could only be written in it
 def open_cuda_copiers(
     layouts: Sequence[KVLayout],
     *,

@@ -116,6 +116,22 @@ async def test_rows_of_two_sizes_are_copied(staging_bytes):
     await check_rows_of_two_sizes(open_copier)
 
 
+async def test_a_copier_that_is_opened_in_inference_mode_copies_outside_of_it(monkeypatch):
+    monkeypatch.setattr(cuda, "open_mover", TorchMover)
+    with torch.inference_mode():
+        layout = CacheForm().build(4).layout
+        (copier,) = open_cuda_copiers([layout], streams=FakeStreams())
+    job = job_of(layout, [1, 2])
+
+    await copier.gather([job])
+    await copier.scatter([CopyJob(np.array([3, 0]), job.payload)])
+    copier.close()
+
+    memory = layout.storages[0]
+    plane = layout.planes[0]
+    assert torch.equal(*(memory[plane.start(row) : plane.start(row) + plane.row_bytes] for row in (1, 3)))
+
+
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 async def test_a_copy_is_submitted_to_one_stream_when_its_fence_is_reached(way):
     copier, streams = fake_copier(CacheForm().build(4))
