@@ -128,6 +128,13 @@ class RecordDirectory:
         finally:
             os.close(descriptor)
 
+    @contextlib.contextmanager
+    def folder_of(self, key: ChunkKey) -> Iterator[tuple[int, str]]:
+        """Descriptor of the directory of a record, and the record's name in it. Links are not followed."""
+        name = _hex(key)
+        with self.folder(name[:2]) as descriptor:
+            yield descriptor, name
+
     def list_files(self, folder: str, names: re.Pattern[str]) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the regular files with matching names in a directory of the root."""
         with self.folder(folder) as descriptor, os.scandir(descriptor) as entries:

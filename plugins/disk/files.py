@@ -109,7 +109,8 @@ class RecordFiles:
         """
         flags = self._flags | os.O_RDONLY | os.O_NONBLOCK
         try:
-            descriptor = os.open(self._directory.record_name(key), flags, dir_fd=self._directory.fd)
+            with self._directory.folder_of(key) as (folder, name):
+                descriptor = os.open(name, flags, dir_fd=folder)
         except NotADirectoryError as error:
             raise FileNotFoundError(
                 errno.ENOENT, "its directory is not a directory", error.filename
@@ -148,7 +149,8 @@ class RecordFiles:
         error: Failure | None = None
         for key in keys:
             try:
-                os.unlink(self._directory.record_name(key), dir_fd=self._directory.fd)
+                with self._directory.folder_of(key) as (folder, name):
+                    os.unlink(name, dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 continue  # there is no record file
             except (OSError, TierError) as failure:
@@ -173,15 +175,16 @@ class RecordFiles:
     def quarantine(self, key: ChunkKey, cause: str) -> None:
         """Move a record to the folder of corrupt records. Its name there is its key and the cause."""
         word = "".join(letter for letter in cause.lower() if "a" <= letter <= "z") or "unknown"
-        root = self._directory.fd
-        name = self._directory.record_name(key)
         if not stat.S_ISREG(self._status(key).st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", self._directory.record_name(key))
         with self._quarantine_lock:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=root)
-            with self._directory.folder(QUARANTINE_FOLDER) as folder:
-                os.rename(name, f"{key.hex()}.{word}", src_dir_fd=root, dst_dir_fd=folder)
+                os.mkdir(QUARANTINE_FOLDER, 0o700, dir_fd=self._directory.fd)
+            with (
+                self._directory.folder_of(key) as (source, name),
+                self._directory.folder(QUARANTINE_FOLDER) as target,
+            ):
+                os.rename(name, f"{name}.{word}", src_dir_fd=source, dst_dir_fd=target)
 
     def _trim_quarantine(self, max_bytes: int) -> None:
         """Delete the oldest corrupt records beyond the limit."""
@@ -200,9 +203,8 @@ class RecordFiles:
     def set_stamps(self, stamps: Sequence[tuple[ChunkKey, int]]) -> None:
         """Set the mtime of records. Failures are ignored: stamps only determine the eviction order after a restart."""
         for key, stamp in stamps:
-            with contextlib.suppress(OSError, TierError):
-                name = self._directory.record_name(key)
-                os.utime(name, ns=(stamp, stamp), dir_fd=self._directory.fd, follow_symlinks=False)
+            with contextlib.suppress(OSError, TierError), self._directory.folder_of(key) as (folder, name):
+                os.utime(name, ns=(stamp, stamp), dir_fd=folder, follow_symlinks=False)
 
     def _discard(self, name: str) -> None:
         """Delete a file of a failed write, now or before the next write."""
@@ -216,7 +218,8 @@ class RecordFiles:
         self._undeleted.discard(name)
 
     def _status(self, key: ChunkKey) -> os.stat_result:
-        return os.stat(self._directory.record_name(key), dir_fd=self._directory.fd, follow_symlinks=False)
+        with self._directory.folder_of(key) as (folder, name):
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def _create(self, name: str) -> int:
         flags = self._flags | os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -286,6 +286,21 @@ async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
         assert await get(tier, allocate, 1)
 
 
+async def test_a_record_that_a_link_leads_to_is_neither_read_nor_changed(config, arena, allocate, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        shard = path_of(config, 1).parent
+        shard.rename(elsewhere)
+        shard.symlink_to(elsewhere)
+        there = sorted(elsewhere.iterdir())
+
+        assert await tier.remove(key_of(1))
+        assert not await get(tier, allocate, 2)
+        assert sorted(elsewhere.iterdir()) == there
+        assert tier.statistics().bytes == 0
+
+
 async def test_a_scrub_verifies_every_record_and_finds_damage_of_unread_ones(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, *range(6))
