@@ -63,7 +63,8 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
     """Read the types of a stage, or of its class, from its annotations.
 
     Raises:
-        ChainError: The stage is not an async callable with one argument, or is not annotated.
+        ChainError: The stage is not an async callable with one argument, or is not annotated with types that exist
+            when it is imported.
     """
     if inspect.isfunction(stage):
         function: Any = stage
@@ -71,7 +72,12 @@ def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> Stage
         function = (stage if isinstance(stage, type) else type(stage)).__call__
     if not inspect.iscoroutinefunction(function):
         raise ChainError(f"stage {name!r} ({function!r}) is not an async function or an object with one")
-    types = _annotated_types(function)
+    try:
+        types = _annotated_types(function)
+    except NameError as error:
+        raise ChainError(
+            f"stage {name!r}: {error}; import the types of its annotations outside of `if TYPE_CHECKING:`"
+        ) from error
     if types is None:
         raise ChainError(
             f"stage {name!r} must take one annotated batch and be annotated with what it returns; "

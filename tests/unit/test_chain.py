@@ -46,11 +46,19 @@ async def test_a_chain_passes_each_stages_result_to_the_next():
     assert repr(chain) == "double → double → show"
 
 
+async def unresolved(batch: "Batch") -> "Batch":  # noqa: F821  # as if imported under TYPE_CHECKING only
+    return batch
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
         ([], "at least one stage"),
         ([bare], "'bare' must take one annotated batch"),
+        (
+            [unresolved],
+            "stage 'unresolved': name 'Batch' is not defined; import the types of its annotations",
+        ),
         ([plain], r"'plain' .* is not an async function"),
         ([show, double], "stage 'show' gives str, but stage 'double' after it takes int"),
         ([double, Whole()], "'Whole' takes a whole request and cannot stand after stage 'double'"),
