@@ -127,8 +127,10 @@ class CacheEngine:
             more_groups: Further KV cache groups of the model; `layout` and `namespace` are those of the first one.
 
         Raises:
-            ConfigError: A name or an option is wrong, or a tier or the status page cannot be opened.
+            ConfigError: A name or an option is wrong, or the status page cannot be opened.
             ChainError: The stages of a chain do not fit together.
+            MissingDependencyError: A plug-in needs a package that is not installed.
+            TierError: A tier cannot be opened.
         """
         logger = logger or default_logger()
         registry = registry or Registry()
