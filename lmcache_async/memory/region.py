@@ -86,8 +86,15 @@ class Region:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if prefault or self._device is not None:
-            self._thread = threading.Thread(target=self._prepare, name="lmcache-async-prefault", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._prepare, name="lmcache-async-prefault", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:
+                logger.warning(
+                    "no prefault and no pinning (%s); pages are allocated on first use, and copies to a GPU are slower",
+                    error,
+                )
 
     @property
     def view(self) -> memoryview:

@@ -115,6 +115,21 @@ def test_prefaulted_pages_are_resident() -> None:
     region.close()
 
 
+def test_without_a_thread_memory_is_used_unprepared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    arena = Arena(MIB, PAGE, prefault=True)
+
+    assert arena.wait_prepared(0)
+    assert len(list(all_slabs(arena))) == arena.num_slabs
+    assert "can't start new thread" in caplog.text
+    arena.close()
+
+
 def test_close_ends_the_prefault_thread() -> None:
     before = set(threading.enumerate())
     arena = Arena(1024 * MIB, MIB, prefault=True)
