@@ -302,8 +302,9 @@ def _lock_directory(directory: int, path: Path) -> int:
     except BlockingIOError as error:
         holder = _read_holder(descriptor)
         os.close(descriptor)
+        this = " (this one)" if holder == str(os.getpid()) else ""
         raise TierInUseError(
-            f"{path} is in use by process {holder}: give each process a path or a subdirectory of its own"
+            f"{path} is in use by process {holder}{this}: give each tier a path or a subdirectory of its own"
         ) from error
     except BaseException:
         os.close(descriptor)

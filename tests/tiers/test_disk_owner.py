@@ -72,6 +72,14 @@ async def test_deleting_the_lock_file_does_not_release_the_directory(config):
     await open_and_close(config)
 
 
+async def test_two_tiers_of_one_process_with_one_directory_are_refused_as_such(config):
+    async with DiskTier(config):
+        with pytest.raises(
+            TierUnavailableError, match=rf"process {os.getpid()} \(this one\): give each tier"
+        ):
+            await open_and_close(config)
+
+
 async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(config):
     config.root.mkdir()
     (config.root / "lock").symlink_to("/etc/passwd")
