@@ -206,8 +206,8 @@ class CacheEngine:
                 not stored.
             namespace: Everything else that the request's KV cache depends on.
             request_id: Name of the request in log lines.
-            fence: Device event that the copy waits for, taken on the model's thread. By default it is taken
-                here.
+            fence: Event that the copy waits for: the result of `copier.fence()` on the model's thread. By default it
+                is taken here. Other events of the device are not accepted.
 
         Raises:
             TypeError: A token or a row is not an integer, or the mask has values other than booleans.
