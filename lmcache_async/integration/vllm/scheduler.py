@@ -242,9 +242,16 @@ class StoreQueue:
             start = group.first_needed(boundary) // group.block_size
             stop = boundary // group.block_size
             if group.state:
-                # A block that has left the table since the offer may already be another request's.
+                # VLLM may have freed the block after the offer, and given it to another request or to this one again.
                 offered = states.get(group.index)
-                needed.append([block for block in blocks[group.index] if block.block_id == offered])
+                table = blocks[group.index]
+                needed.append(
+                    [
+                        block
+                        for block in table
+                        if block.block_id == offered and block.block_hash_num_tokens == boundary
+                    ]
+                )
             else:
                 needed.append(blocks[group.index][start:stop])
             held = all(block.ref_cnt and not block.is_null for block in needed[-1])

@@ -15,6 +15,7 @@ from hypothesis import given
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
@@ -1141,22 +1142,25 @@ def test_requests_of_older_vllms_have_no_shared_prefix_boundary():
 
 
 @pytest.mark.parametrize("offered", [(1, 2), (1,), ()])
-@pytest.mark.parametrize("owner", ["the request", "another request", "none"])
+@pytest.mark.parametrize("owner", ["the request", "the request again", "another request", "none"])
 def test_recurrent_states_are_stored_from_the_blocks_that_vllm_offers_in_a_step(
     offered: tuple[int, ...], owner: str
 ) -> None:
     """The block table has another block at that position. A boundary without the state of every group is useless.
 
-    VLLM may free an offered block, and give it to another request, before the step is planned.
+    VLLM may free an offered block, and give it to another request or again to this one, before the step is planned.
     """
     bench = Bench(states=2)
     request = bench.request(4 * CHUNK + 3)
     blocks = dict(zip(offered, bench.pool.get_new_blocks(len(offered)), strict=True))
     bench.blocks_of(request, 4 * CHUNK)
-    if owner == "the request":
+    if owner.startswith("the request"):
         bench.blocks[request.request_id].extend(blocks.values())
     elif owner == "none":
         bench.pool.free_blocks(blocks.values())
+    if owner == "the request":
+        for block in blocks.values():
+            block.set_block_hash(BlockHashWithGroupId(b""), num_tokens=4 * CHUNK)
     offers = [(group, block.block_id, 4 * CHUNK) for group, block in blocks.items()]
 
     metadata = bench.step((request, 4 * CHUNK), states={request.request_id: offers})
