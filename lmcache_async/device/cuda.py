@@ -76,7 +76,7 @@ class EventThread:
     def __init__(self, name: str, prepare: Callable[[], Prepared] = contextlib.nullcontext) -> None:
         self.closed = False
         self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, args=(prepare,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(prepare,), name=name, daemon=True)
         self._thread.start()
 
     def watch(self, event: DeviceEvent, noticed: Callable[[], object] = lambda: None) -> asyncio.Future[None]:
@@ -113,21 +113,71 @@ class EventThread:
             self._watched.put(None)
             self._thread.join()
 
-    def _wait(self, prepare: Callable[[], Prepared]) -> None:
+    def _run(self, prepare: Callable[[], Prepared]) -> None:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(Exception):  # the events then report what is wrong
                 stack.enter_context(prepare())
-            while (watched := self._watched.get()) is not None:
-                event, loop, settle = watched
-                error: Exception | None = None
-                try:
-                    event.synchronize()
-                except Exception as failure:  # noqa: BLE001  set on the future
-                    error = failure
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(settle, error)
-                # Not kept until the next event: the traceback of an error refers to payloads, which keep slabs in use.
-                del watched, event, loop, settle, error
+            self._wait()
+
+    def _wait(self) -> None:
+        while (watched := self._watched.get()) is not None:
+            _settle(watched, _synchronized)
+            del watched  # its future may have an error, whose traceback keeps payloads in use
+
+
+class FenceThread(EventThread):
+    """Thread that polls fences. Each is noticed when it is reached, whatever the order of the calls of `watch`.
+
+    Args:
+        name: Name of the thread.
+        reached: Returns whether a fence is reached, without waiting. Raises the error of the device.
+        prepare: Context in which the thread waits.
+    """
+
+    def __init__(
+        self, name: str, reached: Callable[[DeviceEvent], bool], prepare: Callable[[], Prepared]
+    ) -> None:
+        self._reached = reached
+        super().__init__(name, prepare)
+
+    def _wait(self) -> None:
+        pending: list[_Watched] = []
+        interval = MIN_POLL_S
+        is_open = True
+        while is_open or pending:
+            try:
+                watched = self._watched.get(timeout=interval if pending else None)
+            except queue.Empty:
+                interval = min(2 * interval, MAX_POLL_S)
+            else:
+                interval = MIN_POLL_S
+                if watched is None:
+                    is_open = False
+                else:
+                    pending.append(watched)
+                del watched
+            pending = [each for each in pending if not _settle(each, self._reached)]
+
+
+def _synchronized(event: DeviceEvent) -> bool:
+    event.synchronize()
+    return True
+
+
+def _settle(watched: _Watched, reached: Callable[[DeviceEvent], bool]) -> bool:
+    """Settle a watched event if `reached` returns True or raises. Return whether it did."""
+    event, loop, settle = watched
+    error: Exception | None = None
+    try:
+        if not reached(event):
+            return False
+    except Exception as failure:  # noqa: BLE001  set on the future
+        error = failure
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(settle, error)
+    # Break the reference cycle of the error and this frame: the traceback refers to payloads, which keep slabs in use.
+    del watched, event, settle, error
+    return True
 
 
 class Lane:
@@ -319,7 +369,7 @@ class Lanes:
     streams: Streams
     store: Lane
     load: Lane
-    fences: EventThread
+    fences: FenceThread
     part_bytes: int
 
     def close(self) -> None:
@@ -528,7 +578,7 @@ def open_cuda_copiers(
         streams.wait(part.stream, allocated)
     store = Lane("lmcache-async-gather", stores, streams.thread)
     load = Lane("lmcache-async-scatter", loads, streams.thread)
-    fences = EventThread("lmcache-async-fences", streams.thread)
+    fences = FenceThread("lmcache-async-fences", streams.reached, streams.thread)
     lanes = Lanes(streams, store, load, fences, part_bytes)
     return [CudaCopier(layout, mover, lanes) for layout, mover in zip(layouts, movers, strict=True)]
 

@@ -18,7 +18,10 @@ class FakeEvent:
         self.noticed = False
 
     def reached(self) -> bool:
-        return self._gate.is_set() and self._error is None
+        if not self._gate.is_set():
+            return False
+        self.synchronize()
+        return True
 
     def synchronize(self) -> None:
         self._gate.wait()

@@ -170,6 +170,28 @@ async def test_copies_without_a_pending_fence_pass_one_that_waits_for_its_fence(
     copier.close()
 
 
+async def test_a_copy_does_not_wait_for_a_later_fence_for_which_another_copy_waited_first():
+    copier, streams = fake_copier(CacheForm().build(4))
+    jobs = [job_of(copier.layout, [1, 2])]
+    gates, fences = [], []
+    for _ in range(2):
+        gates.append(streams.close_gate())
+        fences.append(copier.fence())
+    streams.close_gate().set()
+    later = asyncio.ensure_future(copier.gather(jobs, fences[1]))
+    await turns(1)
+    earlier = asyncio.ensure_future(copier.scatter(jobs, fences[0]))
+    await turns(1)
+
+    gates[0].set()
+    await earlier
+
+    assert not later.done()
+    gates[1].set()
+    await later
+    copier.close()
+
+
 async def test_a_copy_that_is_cancelled_before_its_fence_is_reached_submits_nothing():
     copier, streams = fake_copier(CacheForm().build(4))
     gate = streams.close_gate()
