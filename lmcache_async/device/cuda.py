@@ -141,7 +141,7 @@ class FenceThread(EventThread):
         super().__init__(name, prepare)
 
     def _wait(self) -> None:
-        pending: list[_Watched] = []
+        pending: dict[DeviceEvent, list[_Watched]] = {}  # a fence may be that of many copies
         interval = MIN_POLL_S
         is_open = True
         while is_open or pending:
@@ -154,9 +154,17 @@ class FenceThread(EventThread):
                 if watched is None:
                     is_open = False
                 else:
-                    pending.append(watched)
+                    pending.setdefault(watched[0], []).append(watched)
                 del watched
-            pending = [each for each in pending if not _settle(each, self._reached)]
+            self._poll(pending)
+
+    def _poll(self, pending: dict[DeviceEvent, list[_Watched]]) -> None:
+        """Query each fence once, and remove those that are reached or have failed."""
+        for fence, copies in list(pending.items()):
+            if _settle(copies[0], self._reached):
+                for each in copies[1:]:
+                    _settle(each, self._reached)  # each gets an error of its own
+                del pending[fence]
 
 
 def _synchronized(event: DeviceEvent) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import traceback
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device import cuda
-from lmcache_async.device.copier import CopyJob
+from lmcache_async.device.copier import CopyJob, DeviceEvent
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import (
+    FenceThread,
     Lane,
     LaneStatistics,
     PolledEvent,
@@ -190,6 +192,21 @@ async def test_a_copy_does_not_wait_for_a_later_fence_for_which_another_copy_wai
     gates[1].set()
     await later
     copier.close()
+
+
+async def test_a_fence_of_many_copies_is_polled_once_for_all_of_them():
+    polled: list[DeviceEvent] = []
+    fences = [FakeEvent(threading.Event()) for _ in range(2)]
+
+    def reached(event: DeviceEvent) -> bool:
+        polled.append(event)
+        return len(polled) > 200
+
+    thread = FenceThread("fences", reached, contextlib.nullcontext)
+    await asyncio.gather(*(thread.watch(fence) for fence in fences for _ in range(20)))
+    thread.close()
+
+    assert all(one is not other for one, other in pairwise(polled[100:200]))
 
 
 async def test_a_copy_that_is_cancelled_before_its_fence_is_reached_submits_nothing():
