@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.integration.vllm.jobs import WorkerReport
@@ -198,6 +199,9 @@ def promised_with_states(bench: Bench, *, offered: bool = True, unshared: int = 
     """Tokens promised by a request of a model with a recurrent state, whose store no shared tier may have taken."""
     request = bench.request(4 * CHUNK + 3)
     (state,) = bench.pool.get_new_blocks(1)
+    state.set_block_hash(BlockHashWithGroupId(b""), num_tokens=4 * CHUNK + 2)
+    bench.blocks_of(request, 4 * CHUNK + 3)
+    bench.blocks[request.request_id].append(state)
     states = {request.request_id: [(1, state.block_id, 4 * CHUNK + 2)]} if offered else {}
     *_, last = bench.step((request, 4 * CHUNK + 3), states=states).stores
     report(bench, {last.job_id: unshared})
