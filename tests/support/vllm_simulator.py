@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -55,7 +56,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -94,6 +95,8 @@ class Setup:
             has as many heads, with values of its own.
         kv_events: vLLM collects KV events. The scheduler publishes them.
         groups: KV groups of the model, each of one layer; by default one group of full attention with two layers.
+        drafts: Speculated tokens per step. A seeded random number of them is accepted. With drafts, vLLM keeps the
+            recurrent states at the ends of all blocks.
     """
 
     folder: Path
@@ -111,6 +114,7 @@ class Setup:
     others: tuple[Mapping[str, Any], ...] = ()
     split_heads: bool = False
     groups: tuple[KVGroup, ...] = ()
+    drafts: int = 0
 
     @property
     def layers(self) -> dict[str, KVGroup]:
@@ -167,6 +171,14 @@ def vllm_config(setup: Setup) -> VllmConfig:
         else None,
     )
     config.scheduler_config.async_scheduling = setup.overlapped  # vLLM's CPU platform turns it off
+    if setup.drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=setup.drafts,
+            prompt_lookup_max=1,
+            target_model_config=model,
+            target_parallel_config=config.parallel_config,
+        )
     return config
 
 
@@ -178,18 +190,21 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec_of(group, heads)) for group, layers in names.items()],
-        prefix_cache_retention_interval=0 if setup.groups else None,
+        kv_cache_groups=[
+            KVCacheGroupSpec(layers, spec_of(group, heads, setup.drafts)) for group, layers in names.items()
+        ],
+        prefix_cache_retention_interval=0 if setup.groups and not setup.drafts else None,
     )
 
 
-def spec_of(group: KVGroup, heads: int = 1) -> KVCacheSpec:
+def spec_of(group: KVGroup, heads: int = 1, drafts: int = 0) -> KVCacheSpec:
     if group.state:
         return MambaSpec(
             block_size=group.block_size,
             shapes=((CONTENT,),),
             dtypes=(torch.float32,),
             mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
         )
     shape: dict[str, Any] = {
         "block_size": group.block_size,
@@ -215,11 +230,47 @@ SIMULATOR_OPTIONS = {
 
 @dataclass(slots=True)
 class Work:
-    """Tokens of one request in one step: positions start to stop, in these blocks of each group."""
+    """Tokens of one request in one step.
+
+    Attributes:
+        start, stop: Positions of the tokens. The last ones are the drafts, if there are any.
+        blocks: Block table of each group in vLLM's model runner. It still has the blocks that the request has freed.
+        held: Blocks of the request in the scheduler.
+        starts: The request is new or was preempted.
+        previous: The request's step before, unless it starts.
+    """
 
     start: int
     stop: int
     blocks: Sequence[Sequence[int]]
+    held: frozenset[int]
+    starts: bool
+    previous: Work | None = None
+    drafts: int = 0
+    accepted: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after the accepted tokens."""
+        return self.stop - self.drafts + self.accepted
+
+    def states(self, block_size: int) -> dict[int, int]:
+        """Return the last position of each recurrent state that vLLM writes, by its column of the block table.
+
+        There is one before the drafts, one after each of them, and a copy at the boundary of a block that was reached.
+        """
+        column, last = (self.stop - 1) // block_size, self.stop - self.drafts - 1
+        states = {column + draft: last + draft for draft in range(self.drafts + 1)}
+        boundary = self.end - self.end % block_size
+        if boundary > last:
+            states[boundary // block_size - 1] = boundary - 1
+        return states
+
+    def state_column(self, block_size: int) -> int:
+        """Return the column of the block table with the recurrent state before the step."""
+        states = self.previous.states(block_size) if self.previous else {}
+        found = (column for column, position in states.items() if position == self.start - 1)
+        return next(found, (self.start - 1) // block_size)
 
 
 class Rank:
@@ -247,27 +298,33 @@ class Rank:
             self.connector.register_kv_caches(self.caches)
 
     def write(self, layer: int, work: Work, values: Sequence[int]) -> None:
-        """Write the values of the positions that `work` computes; of a recurrent state the last one."""
-        start = max(work.start, work.stop - 1) if self._groups[layer].state else work.start
-        rows, slots, stored = self._places(work, start, values[start - work.start :], layer)
+        """Write the values of the positions that `work` computes; of a recurrent state those that vLLM keeps."""
+        group, columns = self._groups[layer], None
+        if group.state:
+            states = work.states(group.block_size)
+            columns, values = list(states), [values[position - work.start] for position in states.values()]
+        rows, slots, stored = self._places(work, work.start, values, layer, columns)
         self._arrays[layer][rows, :, slots] = stored
 
     def wrong_positions(self, layer: int, work: Work, values: Sequence[int]) -> list[int]:
         """Return the positions before `work` that this layer reads and at which its cache has a wrong value."""
-        first = _first_read(self._groups[layer], work.start)
+        group = self._groups[layer]
+        first = _first_read(group, work.start)
         if first == work.start:
             return []
-        rows, slots, stored = self._places(work, first, values[first:], layer)
+        columns = [work.state_column(group.block_size)] if group.state else None
+        rows, slots, stored = self._places(work, first, values[first:], layer, columns)
         differs = (self._arrays[layer][rows, :, slots] != stored).any((1, 2))
         positions: list[int] = (differs.nonzero()[0] + first).tolist()
         return positions
 
     def _places(
-        self, work: Work, start: int, values: Sequence[int], layer: int
+        self, work: Work, start: int, values: Sequence[int], layer: int, columns: list[int] | None
     ) -> tuple[Positions, Positions, npt.NDArray[np.float32]]:
         group = self._groups[layer]
         positions = np.arange(start, start + len(values), dtype=np.intp)
-        rows = np.asarray(work.blocks[group.index], np.intp)[positions // group.block_size]
+        table = np.asarray(work.blocks[group.index], np.intp)
+        rows = table[positions // group.block_size if columns is None else columns]
         stored = np.asarray(values, np.float32).reshape(-1, 1, 1) * np.float32(4) + np.float32(layer * 2)
         if group.state:
             return rows, np.zeros_like(positions), stored + np.float32(self.rank % 2)
@@ -344,6 +401,9 @@ class SimulatedVLLM:
         self._block_hasher = get_request_block_hasher(hash_block_size, sha256)
         self._values: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
+        self._block_tables: dict[str, list[list[int]]] = {}
+        self._last_work: dict[str, Work] = {}
+        self._chosen = random.Random(0)
         self._queue: deque[Step] = deque()
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
@@ -426,12 +486,26 @@ class SimulatedVLLM:
                 connector.shutdown()
 
     def _work_of(self, output: Any) -> dict[str, Work]:
+        cached, new = output.scheduled_cached_reqs, output.scheduled_new_reqs
+        starting = {*cached.resumed_req_ids, *(request.req_id for request in new)}
+        new_blocks = [*zip(cached.req_ids, cached.new_block_ids, strict=True)]
+        new_blocks += [(request.req_id, request.block_ids) for request in new]
         work = {}
-        for request_id, count in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            stop = request.num_computed_tokens  # this step is already included
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            work[request_id] = Work(stop - count, stop, [list(ids) for ids in blocks])
+        for request_id, ids in new_blocks:
+            if request_id in starting:
+                self._block_tables[request_id] = [[] for _ in ids]
+            tables = self._block_tables[request_id]
+            for table, more in zip(tables, ids or (), strict=False):  # None if there is no new block
+                table.extend(more)
+            stop = self.scheduler.requests[request_id].num_computed_tokens  # this step is already included
+            held = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            work[request_id] = Work(
+                stop - output.num_scheduled_tokens[request_id],
+                stop,
+                [list(table) for table in tables],
+                frozenset().union(*held),
+                starts=request_id in starting,
+            )
         return work
 
     def _run(self, step: Step) -> None:
@@ -453,6 +527,9 @@ class SimulatedVLLM:
                         stats.num_local_cached_tokens,
                         stats.num_external_cached_tokens,
                     )
+        if self.setup.drafts and not self.setup.overlapped:  # otherwise the scheduler adds them itself
+            drafts = [[0] * self.setup.drafts for _ in step.work]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(step.work), drafts))
         self.preemptions += len(step.output.preempted_req_ids or ())
 
     def _run_ranks(self, step: Step) -> list[ModelRunnerOutput]:
@@ -467,11 +544,7 @@ class SimulatedVLLM:
         spoiled = self._forward(step)
         ends = [_connector_output(connector, output) for connector in connectors]
         invalid = {block for end in ends for block in end.invalid_block_ids}
-        failed = {
-            name
-            for name, work in step.work.items()
-            if any(invalid.intersection(blocks) for blocks in work.blocks)
-        }
+        failed = {name for name, work in step.work.items() if invalid & work.held}
         for request_id, (number, wrong) in spoiled.items():
             if request_id not in failed:
                 raise AssertionError(f"rank {number}: {request_id} has read wrong KV at {wrong}")
@@ -497,8 +570,13 @@ class SimulatedVLLM:
         spoiled: dict[str, tuple[int, list[int]]] = {}
         for request_id, work in step.work.items():
             tokens, values = self._tokens[request_id], self._values[request_id]
-            while len(values) < min(work.stop, len(tokens)):
-                values.append(value_after(values[-1] if values else 0, tokens[len(values)]))
+            if self.setup.drafts:
+                self._speculate(work, len(tokens))
+                work.previous = None if work.starts else self._last_work.get(request_id)
+                self._last_work[request_id] = replace(work, previous=None)
+            while len(values) < work.end:
+                token = tokens[len(values)] if len(values) < len(tokens) else next_token(values[-1])
+                values.append(value_after(values[-1] if values else 0, token))
             self.computed_tokens += work.stop - work.start
         for layer, group in enumerate(self.setup.layers.values() if step.work else ()):
             for rank in self.ranks:
@@ -508,7 +586,8 @@ class SimulatedVLLM:
                 self._read(layer, step, spoiled)
             for rank in self.ranks:
                 for request_id, work in step.work.items():
-                    values = self._values[request_id][work.start : work.stop]
+                    values = self._values[request_id][work.start : work.end]
+                    values = values + [-7] * (work.stop - work.end)
                     rank.write(layer, work, [-9] * len(values) if request_id in spoiled else values)
             if not group.state:  # requests read blocks that others compute in the same step
                 self._read(layer, step, spoiled)
@@ -521,17 +600,23 @@ class SimulatedVLLM:
                 if wrong:
                     spoiled.setdefault(request_id, (rank.rank, wrong))
 
+    def _speculate(self, work: Work, known: int) -> None:
+        """Begin after the accepted drafts of the last step, which vLLM did not know yet, and accept some of this one."""
+        rejected = max(0, work.start - (known - 1))
+        work.start, work.stop = work.start - rejected, work.stop - rejected
+        work.drafts = max(0, work.stop - known)
+        work.accepted = self._chosen.randrange(work.drafts + 1)
+
     def _sample(self, request_id: str, work: Work, *, failed: bool) -> list[int]:
-        """The token after the step, if it computes all known ones. VLLM drops it if a load of the step has failed."""
+        """The tokens after the step, if it computes all known ones. VLLM drops it if a load of the step has failed."""
         tokens, values = self._tokens[request_id], self._values[request_id]
         if work.stop < len(tokens):
             return []
         if failed:
             return [VOCABULARY]  # never the right token
-        token = next_token(values[work.stop - 1])
-        if len(tokens) == work.stop:
-            tokens.append(token)
-        return [tokens[work.stop]]
+        new = [next_token(value) for value in values[len(tokens) - 1 : work.end]]
+        tokens.extend(new)
+        return new
 
 
 def _connector_output(connector: Any, output: Any) -> KVConnectorOutput:

@@ -57,9 +57,16 @@ GROUPS = (
     Mutation(
         "groups: states are stored that vLLM did not offer for all groups",
         f"{VLLM}/scheduler.py",
-        "if block.block_id == offered]",
-        "if block.block_id == offered] or blocks[group.index][start:stop]",
+        "== boundary\n                    ]",
+        "== boundary\n                    ]\n                    or blocks[group.index][start:stop]",
         TEST_SCHEDULER,
+    ),
+    Mutation(
+        "groups: a state is stored from a block that vLLM has reused in the same step",
+        f"{VLLM}/scheduler.py",
+        "if block.block_id == offered and block.block_hash_num_tokens == boundary",
+        "if block.block_id == offered",
+        ("tests/unit/vllm/test_simulated.py::test_rejected_drafts_never_lead_to_wrong_kv",),
     ),
     Mutation(
         "groups: vLLM's longer common prefix is replaced",

@@ -525,6 +525,54 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, mode
     simulators.until(lambda: not any(engine.statistics().pinned_chunks for engine in engines_of(sim)))
 
 
+@pytest.mark.kv_groups
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", [9, 11])
+@pytest.mark.parametrize("model", ["window", "one state", "two states"])
+def test_rejected_drafts_never_lead_to_wrong_kv(
+    simulators: Simulators, model: str, seed: int, overlapped: bool
+):
+    """VLLM moves the blocks of states, and gives them to other requests, while steps with drafts still run."""
+    chosen = random.Random(seed)
+    groups = MODELS["two states"][:2] if model == "one state" else MODELS[model]
+    sim = simulators(
+        {"chunk_size": chosen.choice([32, 64]), "vllm.max_pinned_fraction": 0.9},
+        groups=groups,
+        drafts=chosen.choice([3, 5, 7]),
+        num_blocks=chosen.choice([20, 22, 26]) * len(groups),
+        overlapped=overlapped,
+        max_num_batched_tokens=chosen.choice([64, 256]),
+    )
+    roots = [prompt(200, seed=1000 + index) for index in range(2)]
+    prompts = {
+        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, 200)]
+        + prompt(chosen.choice([0, 1, 20]), index)
+        for index in range(12)
+    }
+    waiting, lengths = list(prompts), {name: chosen.choice([3, 40, 90]) for name in prompts}
+    turns = {
+        name: tokens + expected(tokens, lengths[name]) + prompt(5, 7) for name, tokens in prompts.items()
+    }
+    while waiting or sim.busy:
+        if waiting and chosen.random() < 0.3:
+            name = waiting.pop()
+            sim.add(name, prompts[name], max_tokens=lengths[name])
+        if chosen.random() < 0.02:
+            sim.scheduler.reset_prefix_cache()
+        sim.step()
+        simulators.end_calls(sim)  # so that a seed nearly always gives the same steps
+    simulators.settle(sim)
+    for name, tokens in turns.items():
+        sim.add(f"next {name}", tokens)
+    sim.run()
+
+    for name, tokens in prompts.items():
+        assert sim.outputs[name] == expected(tokens, lengths[name])
+        assert sim.outputs[f"next {name}"] == expected(turns[name], 4)
+    assert sum(sim.cached_tokens[f"next {name}"][1] for name in prompts) > 500
+    assert_nothing_is_held(sim)
+
+
 def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
     for engine in engines_of(sim):
 
