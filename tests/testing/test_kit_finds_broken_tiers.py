@@ -15,18 +15,21 @@ from tests.testing.broken_tiers import BROKEN
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
-import json, pathlib, pytest
+import collections, itertools, json, pathlib, pytest
 from lmcache_async.testing.conformance import base
 
 FAILED = {}
 TEXTS = {}
 
 def pytest_runtestloop(session):
-    for item in session.items:
-        broken = item.cls.__name__ != "TestDictTier"
+    found = collections.Counter()  # faults by case
+    for cls, items in itertools.groupby(session.items, lambda item: item.cls):
+        broken = cls.__name__ != "TestDictTier"
         base.DEADLINE_S = 0.1 if broken else 60.0  # what is broken hangs or leaks by intention
-        if item.cls.__name__ not in FAILED:  # one failure is enough
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        for item in sorted(items, key=lambda item: -found[item.name]):
+            if cls.__name__ not in FAILED:  # one failure is enough
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        found.update(FAILED.get(cls.__name__, ()))
     return True
 
 @pytest.hookimpl(hookwrapper=True)

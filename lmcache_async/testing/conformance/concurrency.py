@@ -13,10 +13,11 @@ import pytest
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.testing.conformance import base
 from lmcache_async.testing.conformance.base import Cases, TierRig, in_time, opened_rig, release_all
 from lmcache_async.testing.conformance.content import LENGTHS
 from lmcache_async.testing.records import key_of
-from lmcache_async.testing.steps import DEADLINE_S, cancelled_at_await, turns
+from lmcache_async.testing.steps import cancelled_at_await, turns
 from lmcache_async.tiers.base import Allocate, Tier
 from lmcache_async.types import ChunkKey
 
@@ -265,10 +266,9 @@ class LifecycleCases(Cases):
         async with opened_rig(tier, arena) as rig:
             await rig.put(1)
             assert await rig.holds(1)
-        deadline = asyncio.get_running_loop().time() + DEADLINE_S
         while left := asyncio.all_tasks() - others:
-            assert asyncio.get_running_loop().time() < deadline, f"tasks run after the closing: {left}"
-            await asyncio.sleep(0)
+            _, running = await asyncio.wait(left, timeout=base.DEADLINE_S)
+            assert not running, f"tasks run after the closing: {running}"
 
     async def test_a_closed_tier_raises_tier_errors_or_returns_correct_results(
         self, tier: Tier, arena: Arena
