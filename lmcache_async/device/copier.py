@@ -23,8 +23,8 @@ class DeviceEvent(Protocol):
         """Block this thread until the device has reached the event. Raises the error of the device."""
 
 
-Fence: TypeAlias = DeviceEvent
-"""Event on the model's stream after which a copy starts. The model's thread never waits for it."""
+Fence: TypeAlias = object
+"""Result of `Copier.fence`: an event on the model's stream after which a copy starts. The model's thread never waits for it."""
 
 
 class CopyJob(NamedTuple):

@@ -17,7 +17,6 @@ import ctypes
 import logging
 import queue
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ MAX_ENTRIES = 1 << 17
 
 
 Prepared: TypeAlias = AbstractContextManager[Any]
-_Watched: TypeAlias = "tuple[DeviceEvent, asyncio.AbstractEventLoop, Callable[[Exception | None], None]]"
+_Watched: TypeAlias = "tuple[Any, asyncio.AbstractEventLoop, Callable[[Exception | None], None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class EventThread:
         self._thread = threading.Thread(target=self._run, args=(prepare,), name=name, daemon=True)
         self._thread.start()
 
-    def watch(self, event: DeviceEvent, noticed: Callable[[], object] = lambda: None) -> asyncio.Future[None]:
+    def watch(self, event: Any, noticed: Callable[[], object] = lambda: None) -> asyncio.Future[None]:
         """Return a future that is resolved when the device has reached `event`, or failed.
 
         Args:
@@ -134,14 +133,12 @@ class FenceThread(EventThread):
         prepare: Context in which the thread waits.
     """
 
-    def __init__(
-        self, name: str, reached: Callable[[DeviceEvent], bool], prepare: Callable[[], Prepared]
-    ) -> None:
+    def __init__(self, name: str, reached: Callable[[Fence], bool], prepare: Callable[[], Prepared]) -> None:
         self._reached = reached
         super().__init__(name, prepare)
 
     def _wait(self) -> None:
-        pending: dict[DeviceEvent, list[_Watched]] = {}  # a fence may be that of many copies
+        pending: dict[Fence, list[_Watched]] = {}  # a fence may be that of many copies
         interval = MIN_POLL_S
         is_open = True
         while is_open or pending:
@@ -158,7 +155,7 @@ class FenceThread(EventThread):
                 del watched
             self._poll(pending)
 
-    def _poll(self, pending: dict[DeviceEvent, list[_Watched]]) -> None:
+    def _poll(self, pending: dict[Fence, list[_Watched]]) -> None:
         """Query each fence once, and remove those that are reached or have failed."""
         for fence, copies in list(pending.items()):
             if _settle(copies[0], self._reached):
@@ -172,7 +169,7 @@ def _synchronized(event: DeviceEvent) -> bool:
     return True
 
 
-def _settle(watched: _Watched, reached: Callable[[DeviceEvent], bool]) -> bool:
+def _settle(watched: _Watched, reached: Callable[[Any], bool]) -> bool:
     """Settle a watched event if `reached` returns True or raises. Return whether it did."""
     event, loop, settle = watched
     error: Exception | None = None
@@ -267,25 +264,24 @@ class Streams(Protocol):
     def record(self, stream: Any) -> DeviceEvent:
         """Record an event after all work submitted to `stream`."""
 
-    def record_current(self) -> DeviceEvent:
-        """Record an event after all work submitted to the current stream of this thread."""
+    def record_current(self) -> Fence:
+        """Record a fence after all work submitted to the current stream of this thread."""
 
-    def reached(self, event: DeviceEvent) -> bool:
-        """Return whether the device has reached an event of `record_current`, without waiting. Raises the error of the device."""
+    def reached(self, fence: Fence) -> bool:
+        """Return whether the device has reached the fence, without waiting. Raises the error of the device."""
 
-    def wait(self, stream: Any, event: DeviceEvent) -> None:
-        """Let work submitted to `stream` from now on run after an event of `record_current`. The host does not wait."""
+    def wait(self, stream: Any, fence: Fence) -> None:
+        """Let work submitted to `stream` from now on run after the fence. The host does not wait."""
 
     def pinned(self, num_words: int) -> torch.Tensor:
         """Allocate pinned host memory: int64 of shape (num_words,)."""
 
 
 class PolledEvent:
-    """Event of torch.cuda for which `synchronize` polls.
+    """Event of torch.cuda that is polled.
 
-    The default of CUDA is to busy-wait. With a blocking event no thread is busy, but when 56 of them are pending, the call
-    that records another one blocks until one is reached (H100, CUDA 13.0). Fences are recorded on the model's thread, and
-    their number has no bound.
+    With a blocking event no thread would be busy, but when 56 of them are pending, the call that records another one blocks
+    until one is reached (H100, CUDA 13.0). Fences are recorded on the model's thread, and their number has no bound.
     """
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -298,12 +294,6 @@ class PolledEvent:
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self._event)
-
-    def synchronize(self) -> None:
-        interval = MIN_POLL_S
-        while not self.query():
-            time.sleep(interval)
-            interval = min(2 * interval, MAX_POLL_S)
 
 
 class TorchStreams:
@@ -341,16 +331,16 @@ class TorchStreams:
         event.record(torch.cuda.current_stream(self._device))
         return PolledEvent(event)
 
-    def reached(self, event: DeviceEvent) -> bool:
-        assert isinstance(event, PolledEvent)
-        if event.reached:
+    def reached(self, fence: Fence) -> bool:
+        assert isinstance(fence, PolledEvent)
+        if fence.reached:
             return True
         with self.thread():  # a query would invalidate a graph that another thread captures
-            return event.query()
+            return fence.query()
 
-    def wait(self, stream: torch.cuda.Stream, event: DeviceEvent) -> None:
-        assert isinstance(event, PolledEvent)
-        event.wait(stream)
+    def wait(self, stream: torch.cuda.Stream, fence: Fence) -> None:
+        assert isinstance(fence, PolledEvent)
+        fence.wait(stream)
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=True)

@@ -121,7 +121,7 @@ async def test_fences_do_not_block_whatever_their_number():
         fences = [copier.fence() for _ in range(200)]
 
         assert not ended.query()
-        fences[-1].synchronize()
+        await copier.wait_fence(fences[-1])
 
 
 async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():

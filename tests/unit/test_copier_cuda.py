@@ -8,7 +8,6 @@ import threading
 import traceback
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device import cuda
-from lmcache_async.device.copier import CopyJob, DeviceEvent
+from lmcache_async.device.copier import CopyJob, Fence
 from lmcache_async.device.cpu import CpuCopier
 from lmcache_async.device.cuda import (
     FenceThread,
     Lane,
     LaneStatistics,
-    PolledEvent,
     TorchStreams,
     open_cuda_copiers,
 )
@@ -195,11 +193,11 @@ async def test_a_copy_does_not_wait_for_a_later_fence_for_which_another_copy_wai
 
 
 async def test_a_fence_of_many_copies_is_polled_once_for_all_of_them():
-    polled: list[DeviceEvent] = []
+    polled: list[Fence] = []
     fences = [FakeEvent(threading.Event()) for _ in range(2)]
 
-    def reached(event: DeviceEvent) -> bool:
-        polled.append(event)
+    def reached(fence: Fence) -> bool:
+        polled.append(fence)
         return len(polled) > 200
 
     thread = FenceThread("fences", reached, contextlib.nullcontext)
@@ -314,18 +312,6 @@ def test_tables_are_in_host_memory_whatever_the_default_device(monkeypatch):
     TorchStreams(torch.device("cuda", 1)).pinned(4)
 
     assert [(each["device"], each["pin_memory"]) for each in asked] == [("cpu", True)]
-
-
-@pytest.mark.parametrize("queries", [1, 3, 9])
-def test_a_fence_is_polled_at_intervals_up_to_a_millisecond(queries, monkeypatch):
-    slept = []
-    answers = iter([False] * (queries - 1) + [True])
-    monkeypatch.setattr(cuda.time, "sleep", slept.append)
-
-    PolledEvent(SimpleNamespace(query=lambda: next(answers))).synchronize()
-
-    assert slept == [min(cuda.MIN_POLL_S * 2**number, cuda.MAX_POLL_S) for number in range(queries - 1)]
-    assert list(answers) == []
 
 
 async def test_copiers_of_several_layouts_share_streams_and_staging():

@@ -120,14 +120,14 @@ class DelayedStreams:
     def record(self, stream: Any) -> DeviceEvent:
         return self._delays.late(self._inner.record(stream))
 
-    def record_current(self) -> DeviceEvent:
+    def record_current(self) -> Fence:
         return self._inner.record_current()
 
-    def reached(self, event: DeviceEvent) -> bool:
-        return self._inner.reached(event)
+    def reached(self, fence: Fence) -> bool:
+        return self._inner.reached(fence)
 
-    def wait(self, stream: Any, event: DeviceEvent) -> None:
-        self._inner.wait(stream, event)
+    def wait(self, stream: Any, fence: Fence) -> None:
+        self._inner.wait(stream, fence)
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return self._inner.pinned(num_words)
