@@ -497,12 +497,7 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, mode
         split_heads=shards is not None,
     )
     fail_some_loads(sim, chosen)
-    roots = [prompt(280, seed=1000 + index) for index in range(2)]
-    prompts = {
-        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, 280)]
-        + prompt(chosen.choice([0, 1, 20]), index)
-        for index in range(16)
-    }
+    prompts = related_prompts(chosen, num_tokens=280, count=16)
     waiting, lengths = list(prompts), {name: chosen.choice([1, 3, 40]) for name in prompts}
     while waiting or sim.busy:
         if waiting and chosen.random() < 0.3:
@@ -543,12 +538,7 @@ def test_rejected_drafts_never_lead_to_wrong_kv(
         overlapped=overlapped,
         max_num_batched_tokens=chosen.choice([64, 256]),
     )
-    roots = [prompt(200, seed=1000 + index) for index in range(2)]
-    prompts = {
-        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, 200)]
-        + prompt(chosen.choice([0, 1, 20]), index)
-        for index in range(12)
-    }
+    prompts = related_prompts(chosen, num_tokens=200, count=12)
     waiting, lengths = list(prompts), {name: chosen.choice([3, 40, 90]) for name in prompts}
     turns = {
         name: tokens + expected(tokens, lengths[name]) + prompt(5, 7) for name, tokens in prompts.items()
@@ -571,6 +561,16 @@ def test_rejected_drafts_never_lead_to_wrong_kv(
         assert sim.outputs[f"next {name}"] == expected(turns[name], 4)
     assert sum(sim.cached_tokens[f"next {name}"][1] for name in prompts) > 500
     assert_nothing_is_held(sim)
+
+
+def related_prompts(chosen: random.Random, *, num_tokens: int, count: int) -> dict[str, list[int]]:
+    """Prompts by request id. Each begins like one of two prompts of `num_tokens` tokens, and some have further tokens."""
+    roots = [prompt(num_tokens, seed=1000 + index) for index in range(2)]
+    return {
+        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, num_tokens)]
+        + prompt(chosen.choice([0, 1, 20]), index)
+        for index in range(count)
+    }
 
 
 def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
