@@ -346,8 +346,9 @@ class VLLMConfig(Section):
     """Largest fraction of the arena that lookups may pin, and of vLLM's blocks that stores may hold until
     they are copied; above 0 and at most 1."""
     layerwise_load: Literal["auto", "always", "never"] = "auto"
-    """Whether the model's thread waits for loads from host memory. With one KV group it waits layer by layer in
-    the step that uses them, with several in a step that computes nothing. auto: only if the model is on a CPU."""
+    """Whether the model's thread waits for loads from host memory. never: it does not. auto and always: it waits for
+    at most 0.1 s if nothing else is computed. With one KV group and without asynchronous scheduling, the hit is instead
+    loaded layer by layer in the step that uses it: with auto on a CPU, with always on every device."""
     layerwise_max_tokens: Count = 16384
     """Longest hit in tokens that the model's thread waits for. Longer hits are loaded while other steps run, before
     the request joins a batch."""

@@ -90,24 +90,13 @@ def layerwise_always(extra_config: Mapping[str, Any]) -> bool:
 
 
 def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
-    """Return the longest hit, in tokens, whose load from host memory the model's thread awaits; 0 for none.
+    """Return the longest hit, in tokens, whose load from host memory an idle engine awaits; 0 for none.
 
-    Such a load is awaited in the step that uses it, or in a step that computes nothing. It is not awaited if steps
-    overlap: a step that computes nothing may then follow one that computes, and the blocks of a load in the step that
-    uses them are in vLLM's prefix cache before they are filled.
+    With data parallelism of a mixture of experts, other engines compute in lockstep with one that is idle.
     """
-    wanted = config.vllm.layerwise_load
-    overlapping = (
-        vllm_config.scheduler_config.async_scheduling
-        or vllm_config.parallel_config.pipeline_parallel_size > 1
-    )
-    if wanted == "always" and overlapping:
-        logger.warning(
-            "vllm.layerwise_load: always has no effect with asynchronous scheduling or pipeline parallelism; "
-            "start vLLM with --no-async-scheduling"
-        )
-    on = wanted == "always" or (wanted == "auto" and vllm_config.device_config.device_type == "cpu")
-    return config.vllm.layerwise_max_tokens if on and not overlapping else 0
+    if config.vllm.layerwise_load == "never" or vllm_config.parallel_config.data_parallel_size > 1:
+        return 0
+    return config.vllm.layerwise_max_tokens
 
 
 def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KVGroup]) -> int:
@@ -115,20 +104,28 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KV
 
     After a failed load, vLLM computes from the first failed block on. It supports this only for models with one group,
     and its model runner V2 computes from a wrong position (vLLM issue #49250). VLLM asks for failed blocks before the
-    forward pass of a draft model, so the layers of the draft model have not waited for their part of the load yet.
+    forward pass of a draft model, so the layers of the draft model have not waited for their part of the load yet. If
+    steps overlap, the blocks of such a load are in vLLM's prefix cache before they are filled.
     """
-    if len(groups) > 1 or not groups[0].is_full:
+    wanted = config.vllm.layerwise_load
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if len(groups) > 1 or not groups[0].is_full or not (wanted == "always" or (wanted == "auto" and on_cpu)):
         return 0
     obstacle = ""
-    if getattr(vllm_config, "use_v2_model_runner", False):  # not in all versions
+    if (
+        vllm_config.scheduler_config.async_scheduling
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+    ):
+        obstacle = "asynchronous scheduling or pipeline parallelism; start vLLM with --no-async-scheduling"
+    elif getattr(vllm_config, "use_v2_model_runner", False):  # not in all versions
         obstacle = (
             "vLLM's model runner V2, which cannot repeat a step; start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
         )
     elif _drafts_with_kv(vllm_config):
         obstacle = "a draft model, whose layers run after vLLM has asked for failed blocks"
     if not obstacle:
-        return awaited_tokens(config, vllm_config)
-    if config.vllm.layerwise_load == "always":
+        return config.vllm.layerwise_max_tokens
+    if wanted == "always":
         logger.warning("vllm.layerwise_load: always has no effect with %s", obstacle)
     return 0
 

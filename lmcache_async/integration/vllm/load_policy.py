@@ -106,7 +106,7 @@ class PrefillClock:
         self.now = now
         self._fixed = tokens_per_s
         self._rate = tokens_per_s or 0.0
-        self._number = 0
+        self._number = self._ended_number = 0
         self._in_flight: deque[_Step] = deque(maxlen=_MAX_IN_FLIGHT)
         self._ended = -math.inf
         self._run_steps = self._run_tokens = 0
@@ -126,6 +126,7 @@ class PrefillClock:
 
     def end(self, number: int) -> None:
         """Record that a step has ended. Ends of earlier steps that were not reported are lost."""
+        self._ended_number = max(self._ended_number, number)
         steps, lost = self._in_flight, False
         while steps and steps[0].number < number:
             steps.popleft()
@@ -145,6 +146,11 @@ class PrefillClock:
     @property
     def known(self) -> bool:
         return self._rate > 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the ends of all steps with tokens were reported."""
+        return self._ended_number == self._number
 
     def seconds(self, tokens: int) -> float:
         """Seconds to compute `tokens` tokens of a prompt; 0 if the rate is not known."""

@@ -647,7 +647,7 @@ class SchedulerConnector:
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
-        awaited = () if output.total_num_scheduled_tokens else tuple(self._awaited)
+        awaited = tuple(self._awaited) if self.load_policy.prefill.idle else ()
         return StepMetadata(self.take_loads(), stores, awaited, plans, step)
 
     def take_loads(self) -> tuple[Job, ...]:

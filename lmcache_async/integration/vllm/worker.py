@@ -62,8 +62,9 @@ BEGIN_S = 0.5
 """Time within which a layer-wise load must start to copy, because the whole batch waits for it. A load from host memory
 takes this long only if the event loop or the copy threads are blocked."""
 
-IDLE_S = 0.5
-"""Longest wait for loads from host memory in a step that computes nothing. Loads that take longer continue after the step."""
+IDLE_S = 0.1
+"""Longest wait for loads from host memory in a step of an idle engine. Loads that take longer continue after the step.
+A request that arrives meanwhile waits for the end of the step."""
 
 STATS_INTERVAL_S = 0.5
 """Shortest time between two collections of the engine's metrics."""

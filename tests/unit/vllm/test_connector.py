@@ -186,12 +186,15 @@ FULL = (KVGroup(0, 16),)
     ("wanted", "device", "changes", "groups", "awaited", "layerwise"),
     [
         ("auto", "cpu", {}, FULL, 100, 100),
-        ("auto", "cuda", {}, FULL, 0, 0),
+        ("auto", "cuda", {}, FULL, 100, 0),
         ("always", "cuda", {}, FULL, 100, 100),
         ("never", "cpu", {}, FULL, 0, 0),
         # The end of a step must be known before the next one.
-        ("always", "cuda", {"scheduler_config.async_scheduling": True}, FULL, 0, 0),
-        ("auto", "cpu", {"scheduler_config.async_scheduling": True}, FULL, 0, 0),
+        ("always", "cuda", {"scheduler_config.async_scheduling": True}, FULL, 100, 0),
+        ("auto", "cpu", {"scheduler_config.async_scheduling": True}, FULL, 100, 0),
+        ("auto", "cpu", {"parallel_config.pipeline_parallel_size": 2}, FULL, 100, 0),
+        # Engines of other ranks compute in lockstep.
+        ("auto", "cpu", {"parallel_config.data_parallel_size": 2}, FULL, 0, 100),
         # VLLM must be able to repeat the step after a failed load.
         ("always", "cpu", {}, (KVGroup(0, 16), KVGroup(1, 16)), 100, 0),
         ("always", "cpu", {}, (KVGroup(0, 16, window=100),), 100, 0),

@@ -240,3 +240,18 @@ def test_a_fixed_rate_is_not_measured():
         fixed.end(fixed.begin(2048, 2048))
 
     assert (fixed.known, fixed.seconds(1000)) == (True, 2.0)
+
+
+@pytest.mark.parametrize("rate", [None, RATE], ids=["measured", "set by the user"])
+def test_the_engine_is_idle_when_all_steps_with_tokens_have_ended(rate: float | None):
+    clock = PrefillClock(lambda: 0.0, rate)
+    assert clock.idle
+    first, second = clock.begin(0, 1), clock.begin(500, 500)
+    clock.end(first)
+    clock.end(clock.begin(0, 0))
+    assert not clock.idle
+    clock.end(second)
+    assert clock.idle
+    _unreported, last = clock.begin(0, 1), clock.begin(0, 1)
+    clock.end(last)
+    assert clock.idle

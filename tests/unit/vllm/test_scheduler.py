@@ -655,18 +655,22 @@ def test_other_hits_are_loaded_before_the_request_joins(chunks: int, num_tokens:
     assert len(step.awaited) == (resident and chunks == 3)
 
 
-@pytest.mark.parametrize("idle", [True, False])
-def test_with_several_groups_an_idle_step_awaits_hits_in_host_memory(idle: bool):
+@pytest.mark.parametrize("beside", ["nothing", "an ended step", "a running step", "its own step"])
+def test_with_several_groups_an_idle_step_awaits_hits_in_host_memory(beside: str):
     bench = Bench(awaited_tokens=24, groups=2)
     request, other = bench.request(37), bench.request(20)
     bench.client.answer(bench.client.asked[0], hit(3, resident=True))
+    if beside.endswith(("ended step", "running step")):
+        number = bench.step((other, 20)).step
+        if beside == "an ended step":
+            bench.report(step=number)
     assert bench.scheduler.match(request, 0) == (24, True)
     bench.allocate(request, 24, 37)
 
-    step = bench.idle() if idle else bench.step((other, 20))
+    step = bench.step((other, 20)) if beside == "its own step" else bench.idle()
     (job,) = step.loads
     assert not job.layerwise
-    assert step.awaited == ((job.job_id,) if idle else ())
+    assert step.awaited == ((job.job_id,) if beside in ("nothing", "an ended step") else ())
     assert bench.idle().awaited == ()
 
 
