@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
@@ -24,7 +24,7 @@ from lmcache_async.hashing.namespace import canonical_text
 
 FingerprintMode: TypeAlias = Literal["sampled", "full"]
 
-# Only the first group with a file is fingerprinted, because that group is loaded from a folder with both.
+# Only the first group with a file is fingerprinted, because vLLM loads that group from a folder with both by default.
 _WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth", "*.gguf"))
 # Conversion of images, audio and video to embeddings. Chat templates only change token ids, which keys cover.
 _PROCESSOR = ("*processor_config.json",)
@@ -49,7 +49,13 @@ _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _THREADS = 8  # reads in flight; most of the time is disk latency
 
 
-def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algorithm: str = "xxh3_128") -> str:
+def weights_fingerprint(
+    path: Path,
+    *,
+    mode: FingerprintMode = "sampled",
+    algorithm: str = "xxh3_128",
+    ignore_safetensors: bool = False,
+) -> str:
     """Compute the fingerprint of a model.
 
     Both modes read the settings of the model completely. `full` reads every byte of the weights. `sampled`
@@ -65,6 +71,7 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
         algorithm: Hash algorithm of the chunk keys. For a cryptographic one the fingerprint uses SHA-256 and
             contains its name (`full:sha256:...`), so that other weights with the same fingerprint cannot be
             constructed.
+        ignore_safetensors: The model is loaded from files of other formats, even if there are safetensors files.
 
     Returns:
         The mode and 32 hex digits, as `mode:digits`.
@@ -80,7 +87,7 @@ def weights_fingerprint(path: Path, *, mode: FingerprintMode = "sampled", algori
         raise FileNotFoundError(
             f"there is no model at {path}; expected a local path, not the name of a model on a hub"
         )
-    weights = _weight_files(path)
+    weights = _weight_files(path, _WEIGHTS[1:] if ignore_safetensors else _WEIGHTS)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
     describe = partial(_describe, _hash_of(algorithm))
     prefix = f"{mode}:sha256" if algorithm in CRYPTOGRAPHIC else mode
@@ -116,13 +123,13 @@ def _joined(new: Callable[..., Any], entries: list[tuple[str, int, str]]) -> str
     return digest[:32]
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _weight_files(path: Path, groups: Sequence[Sequence[str]]) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for patterns in _WEIGHTS:
+    for patterns in groups:
         if files := _matches(path, patterns):
             return files
-    known = ", ".join(pattern for patterns in _WEIGHTS for pattern in patterns)
+    known = ", ".join(pattern for patterns in groups for pattern in patterns)
     raise FileNotFoundError(f"there are no weights in {path}; expected {known}")
 
 

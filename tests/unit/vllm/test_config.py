@@ -226,6 +226,38 @@ def test_the_location_of_the_processor_its_caches_and_the_chat_template_do_not_c
     assert root(one, setup) == root(other, setup)
 
 
+@pytest.mark.parametrize(
+    ("load_format", "loaded"),
+    [("auto", "model.safetensors"), ("npcache", "pytorch_model.bin"), ("pt", "consolidated.00.pt")],
+)
+def test_the_fingerprint_is_that_of_the_files_that_are_loaded(
+    config: Any, setup: Setup, tmp_path: Path, load_format: str, loaded: str
+):
+    save_file({"w": torch.tensor([1.0])}, tmp_path / "model.safetensors")
+    for name in ("pytorch_model.bin", "consolidated.00.pt"):
+        (tmp_path / name).write_bytes(b"1")
+    placed = changed(config, "model_config.model", str(tmp_path))
+    placed = changed(placed, "load_config.load_format", load_format)
+    before = root(placed, setup, weights_fingerprint="sampled")
+    again = root(placed, setup, weights_fingerprint="sampled")
+    if load_format == "auto":
+        save_file({"w": torch.tensor([2.0])}, tmp_path / loaded)
+    else:
+        (tmp_path / loaded).write_bytes(b"2")
+
+    assert before == again != root(placed, setup, weights_fingerprint="sampled")
+
+
+def test_weights_from_elsewhere_serve_this_process_alone(config: Any, setup: Setup, tmp_path: Path):
+    save_file({"w": torch.tensor([1.0])}, tmp_path / "model.safetensors")
+    placed = changed(config, "model_config.model", str(tmp_path))
+    placed = changed(placed, "load_config.load_format", "tensorizer")
+
+    first, second = (root(placed, setup, weights_fingerprint="sampled") for _ in range(2))
+
+    assert first != second
+
+
 def test_weights_that_cannot_be_read_serve_this_process_alone(config: Any, setup: Setup, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("lmcache_async").propagate = True
