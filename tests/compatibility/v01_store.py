@@ -232,7 +232,7 @@ def vllm_namespace() -> dict[str, Any]:
         parallel_config=SimpleNamespace(
             tensor_parallel_size=2, pipeline_parallel_size=2, world_size=4, rank=3
         ),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         lora_config=None,
         speculative_config=SimpleNamespace(method="eagle", model="company/draft"),
         compilation_config=SimpleNamespace(

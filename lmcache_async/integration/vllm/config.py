@@ -319,7 +319,7 @@ def _weights_path(model: Any, load: Any) -> Path:
     """Return the directory from which vLLM loads the weights."""
     if load.load_format == "tensorizer":
         raise ValueError("the load format tensorizer reads them from another place")
-    return local_path(model.model, model.revision)
+    return local_path(model.model, model.revision, load.download_dir)
 
 
 def _media(config: EngineConfig, model: Any) -> tuple[tuple[str, str], ...]:

@@ -413,8 +413,13 @@ class AdapterFingerprints:
             return f"unknown:{uuid.uuid4().hex}"
 
 
-def local_path(name: str, revision: str | None = None) -> Path:
+def local_path(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     """Directory of a model or an adapter: a path, or a name on the hub that was downloaded before.
+
+    Args:
+        name: The path or the name.
+        revision: Branch, tag or commit on the hub; None for the default branch.
+        cache: Directory of downloads; None for that of huggingface_hub.
 
     Raises:
         OSError: The files are not on this machine (or ValueError).
@@ -424,7 +429,7 @@ def local_path(name: str, revision: str | None = None) -> Path:
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
 
 
 # An adapter's name and a colon may precede either: vLLM's `InputProcessor._get_mm_identifier`.

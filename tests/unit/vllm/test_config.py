@@ -258,6 +258,22 @@ def test_weights_from_elsewhere_serve_this_process_alone(config: Any, setup: Set
     assert first != second
 
 
+def test_downloaded_weights_are_read_from_vllms_download_directory(config: Any, setup: Setup, tmp_path: Path):
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    placed = changed(config, "model_config.model", "org/name")
+    placed = changed(placed, "load_config.download_dir", str(tmp_path))
+    roots = []
+    for commit, weight in (("a" * 40, 1.0), ("b" * 40, 1.0), ("c" * 40, 2.0)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        save_file({"w": torch.tensor([weight])}, snapshot / "model.safetensors")
+        (repository / "refs" / "main").write_text(commit)
+        roots.append(root(placed, setup, weights_fingerprint="sampled"))
+
+    assert roots[0] == roots[1] != roots[2]
+
+
 def test_weights_that_cannot_be_read_serve_this_process_alone(config: Any, setup: Setup, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("lmcache_async").propagate = True
