@@ -105,7 +105,8 @@ def examine(kind: str, plugin: Plugin, registry: Registry) -> Entry:
         return Entry(*known, problem=str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a third-party module may raise anything
         return Entry(*known, problem=f"it cannot be imported from {plugin.value}: {_short(error)}")
-    summary = (inspect.getdoc(target) or "").partition("\n")[0]
+    own = target.__doc__  # `inspect.getdoc` returns that of a base class if there is none
+    summary = inspect.cleandoc(own or "").partition("\n")[0]
     try:
         model = options_type(kind, target)
         if model is None:

@@ -82,6 +82,14 @@ def test_a_third_party_tier_is_described_like_a_bundled_one(invoke, others):
     assert "    boards: whole number; default 3\n      How many there are." in text
 
 
+def test_a_tier_without_a_docstring_has_no_summary(invoke, others):
+    install(others, "shelf", {"shelf": "Shelf"}, GOOD.replace('"""Boards on a wall."""', ""))
+
+    [entry] = json.loads(invoke("tiers", "shelf", "--json").stdout)
+
+    assert (entry["problem"], entry["summary"]) == ("", "")
+
+
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_plug_in_is_reported_and_the_others_are_listed(invoke, others, how):
     module, told = BROKEN[how]
