@@ -77,8 +77,10 @@ def _place(text: str, config: Path | None) -> tuple[Path | None, str | None]:
 
 def _lines(done: CopyReport) -> Iterator[str]:
     verb = "to copy" if done.dry_run else "copied"
+    # A dry run takes sizes from the listing, and that of a tier has none.
+    size = human(done.bytes) if done.bytes or not done.records else "of unknown size"
     yield (
-        f"{done.source} to {done.destination}: {verb}: {number(done.records, 'record')},"
-        f" {human(done.bytes)}; already there: {done.there}"
+        f"{done.source} to {done.destination}: {verb}: {number(done.records, 'record')}, {size};"
+        f" already there: {done.there}"
     )
     yield from shared.not_copied(done)

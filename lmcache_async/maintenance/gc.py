@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lmcache_async.errors import ConfigError
 from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection
-from lmcache_async.maintenance.record import ERROR, RecordInfo, read_headers
+from lmcache_async.maintenance.record import ERROR, GONE, RecordInfo, read_headers
 from lmcache_async.tiers.offline import LeftoverFile, OfflineStore, StoredRecord
 
 _BATCH = 64
@@ -83,19 +83,27 @@ async def collect(
         )
     report = Collection(store.name, store.holder or None, dry_run)
     records = await store.list()
+    examined: list[StoredRecord] = []
     illegible: list[StoredRecord] = []
     selected: list[StoredRecord] = []
 
     def sort_in(info: RecordInfo) -> None:
+        if info.cause == GONE:
+            return
+        stored = info.stored
+        if not stored.nbytes:  # the listing of a tier has no sizes
+            stored = stored._replace(nbytes=info.record_bytes)
+        examined.append(stored)
         if info.cause == ERROR:
             report.errors += 1
         elif info.damaged:
-            illegible.append(info.stored)
+            illegible.append(stored)
         elif not info.cause and selection.takes(info.namespace):
-            selected.append(info.stored)
+            selected.append(stored)
 
     if selection.patterns or unreadable:
         await read_headers(store, records, sort_in, progress)
+        records = examined
     else:
         selected += records
     chosen: dict[str, Sequence[StoredRecord]] = {"unreadable": illegible} if unreadable else {}

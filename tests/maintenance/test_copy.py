@@ -224,6 +224,8 @@ def test_to_the_pool_of_a_host_and_back(root, tmp_path):
 
         assert told("copy", root, json.dumps(tier))["records"] == 8
         assert loaded(rig_of(), None, tiers=[tier]) == 40
+        size = "8 records, of unknown size; already there: 0"
+        assert size in invoke("copy", json.dumps(tier), tmp_path / "back", "--dry-run").stdout
         assert told("copy", json.dumps(tier), tmp_path / "back")["records"] == 8
 
     assert content(tmp_path / "back") == content(root)

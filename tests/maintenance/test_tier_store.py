@@ -10,6 +10,7 @@ import pytest
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import for_each, no_progress
 from lmcache_async.maintenance.copy import copy
+from lmcache_async.maintenance.gc import collect
 from lmcache_async.maintenance.inspection import inspect
 from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import Stores
@@ -47,6 +48,19 @@ async def test_a_record_that_cannot_be_read_is_an_error_and_the_others_are_read(
     assert verified.wrong_records[0]["message"] == "it cannot be read"
     assert (found.records, found.errors) == (2, 1)
     assert len(tier.records) == 3
+
+
+async def test_gc_counts_the_bytes_that_it_reads_and_no_record_that_is_gone():
+    records = sealed([10, 20, 30])
+    nbytes = sum(map(len, records.values())) - len(records[key_of(1)])
+
+    async with store_of(DictTier(records=records)) as target:
+        kept = await collect(target, lambda *_: records.pop(key_of(1), None))
+        removed = await collect(target, selection=Selection(("model=m",)))
+
+    assert (kept.kept_records, kept.kept_bytes) == (2, nbytes)
+    assert removed.records["namespace"] == {"count": 2, "bytes": nbytes}
+    assert (removed.freed_bytes, removed.kept_bytes, records) == (nbytes, 0, {})
 
 
 async def test_a_missing_capability_is_reported():
