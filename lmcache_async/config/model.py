@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from lmcache_async.config.values import (
     parse_list,
     parse_listen,
     parse_mapping,
+    parse_name,
     unless_none,
 )
 from lmcache_async.errors import ConfigError
@@ -112,8 +114,8 @@ class PluginSpec(Section):
             )
         fields = {key: item for key, item in value.items() if key in cls.model_fields}
         rest = {str(key): item for key, item in value.items() if key not in cls.model_fields}
-        if isinstance(name := fields.get("name"), str):
-            fields.setdefault("id", name)
+        with contextlib.suppress(ValueError):  # the field reports a wrong name
+            fields.setdefault("id", parse_name(fields["name"]))
         if rest:
             options = parse_mapping(fields.get("options", {}))
             if twice := sorted(options.keys() & rest.keys()):

@@ -51,6 +51,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('tiers: [cpu, {disk: {path: /kv, max_bytes: 1GiB}}]', ["{file}, line 1: tiers[1] is {'disk': {'path': '/kv', 'max_bytes': '1GiB'}}: expected a tier's name, or a mapping with `name` and the tier's options"]),
     ('tiers: [cpu, {url: "valkey://h", password: abc}]', ["{file}, line 1: tiers[1] is {'url': 'valkey://h', 'password': '***'}: expected a tier's name, or a mapping with `name` and the tier's options"]),
     ('tiers: [{name: disk, path: "s3://bucket/kv", max_bytes: 1GiB}]', ["{file}, line 1: tiers[0] (disk): path is 's3://bucket/kv': expected a file URL without a host, such as file:///var/cache/kv"]),
+    ('tiers: [a b]', ["{file}, line 1: tiers[0].name is 'a b': expected a name of letters, digits, '_', '.' and '-'"]),
     ('tiers: [nothing]', ['{file}, line 1: tiers[0] (nothing): there is no tier nothing; there are: cpu, disk, host, mooncake, redis, s3, valkey']),
     ("tiers: [{name: peer, peers: ['h:1']}]", ["{file}, line 1: tiers[0] (peer): the tier peer and the daemon's server for it were removed in version 0.2; use the tier valkey, mooncake or s3 to share records between hosts"]),
     ('tiers: [{name: cpu, layers: [nothing]}]', ['{file}, line 1: tiers[0] (cpu), layers[0] (nothing): there is no layer nothing; there are: breaker, deadline, faults, limit, metrics, retry']),
