@@ -343,9 +343,11 @@ def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
 def _disk_path(value: object) -> str | None:
     if value is False or str(value).strip().lower() in {"", "none", "null", "false", "off", "no"}:
         return None
-    if not isinstance(value, str) or "," in value:
+    # What follows `file://` is a path, as in LMCache, and not the rest of a URL.
+    path = value.strip().removeprefix("file://") if isinstance(value, str) else ""
+    if not path or "," in path:
         raise ValueError("expected one path, plain or as file://; name several disk tiers under tiers")
-    return value.strip()
+    return path
 
 
 def _url_scheme(value: object) -> str:

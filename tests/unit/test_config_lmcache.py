@@ -81,9 +81,16 @@ def test_a_common_file_of_lmcache(load):
 
     assert config.chunk_size == 128
     assert config.arena.max_bytes == 5 * GIB
-    assert tiers(config) == [("cpu", {}), ("disk", {"path": "file:///var/kv/", "max_bytes": GIB // 2})]
+    assert tiers(config) == [("cpu", {}), ("disk", {"path": "/var/kv/", "max_bytes": GIB // 2})]
     assert (config.store.generated_tokens, config.store.partial_chunks) == (False, False)
     assert warnings == []
+
+
+@pytest.mark.parametrize("path", ["local_disk/", "/var/kv%20a", "/var/kv#1"])
+def test_a_local_disk_after_file_is_a_path(load, path):
+    config, _ = load(f"local_cpu: true\nlocal_disk: 'file://{path}'\nmax_local_disk_size: 1")
+
+    assert tiers(config)[1] == ("disk", {"path": path, "max_bytes": GIB})
 
 
 def test_variables_of_lmcache_override_single_keys_of_its_file(load):
