@@ -110,7 +110,7 @@ def top_command(
         str,
         Argument(metavar="URL", help="Address of the status page as logged, such as http://127.0.0.1:7421."),
     ],
-    interval: Annotated[float, Option(min=0.2, help="Seconds between two updates.")] = 2.0,
+    interval: Annotated[float, Option(min=0.2, max=86400, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, Option("--once", help="Print the status once and exit.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON, one line per update.")] = False,
     token_file: Annotated[

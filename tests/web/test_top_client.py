@@ -49,6 +49,14 @@ def test_no_answer_is_an_error_message() -> None:
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("interval", ["inf", "nan", "1e12", "0"])
+def test_an_interval_that_cannot_be_waited_for_is_refused(interval: str) -> None:
+    code, shown = call("127.0.0.1:1", "--interval", interval)
+
+    assert code == 2
+    assert "'--interval': Input should be" in shown
+
+
 def test_the_certificate_of_an_authority_in_ssl_cert_file_is_accepted(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     with served(**{"http.tls_cert_file": str(authority.issue("server"))}) as engine:
