@@ -78,6 +78,7 @@ class RequestKeys:
 
     Attributes:
         source: Token ids of the request. vLLM appends to it.
+        reset: Random name of the last cache reset that changed the namespace; "" if there was none.
         requested: Number of tokens that the scheduler's thread asked to be hashed.
         num_hashed: Number of tokens whose full chunks have keys.
         keys: Per rank, the keys of the full chunks, 16 bytes each.
@@ -94,6 +95,7 @@ class RequestKeys:
     cache_salt: str = ""
     tags: tuple[tuple[str, str], ...] = ()
     extras: tuple[Extra, ...] = ()
+    reset: str = ""
     requested: int = 0
     num_hashed: int = 0
     keys: tuple[bytes, ...] = ()
@@ -108,16 +110,17 @@ class RequestKeys:
     _group_roots: tuple[tuple[bytes, ...], ...] = ()
     _hashers: dict[bytes, ChunkHasher] = field(default_factory=dict)
 
-    def with_tags(self, tags: tuple[tuple[str, str], ...]) -> RequestKeys:
-        """The keys of the same request in another namespace, not hashed yet."""
+    def after_reset(self, reset: str) -> RequestKeys:
+        """The keys of the same request in the namespace of another reset, not hashed yet."""
         return RequestKeys(
             self.request_id,
             self.source,
             self.num_prompt_tokens,
             adapter=self.adapter,
             cache_salt=self.cache_salt,
-            tags=tags,
+            tags=self.tags,
             extras=self.extras,
+            reset=reset,
         )
 
     def key(self, rank: int, chunk: int) -> bytes:

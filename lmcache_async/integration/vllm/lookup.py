@@ -451,7 +451,7 @@ class LookupClient:
             lora=adapter.name if adapter else "",
             lora_path=self._adapters.of(adapter) if adapter else "",
             cache_salt=keys.cache_salt,
-            tags=keys.tags,
+            tags=(*keys.tags, ("reset", keys.reset)) if keys.reset else keys.tags,
         )
         secret = self._hash_key
         roots = [namespace.root(identity.root, identity.algorithm, secret) for identity in identities]

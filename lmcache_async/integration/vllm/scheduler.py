@@ -463,6 +463,7 @@ class SchedulerConnector:
         tiers = tiers or {}
         self.tier_media = {name: each.medium for name, each in tiers.items()}
         self._not_cleared = [name for name, each in tiers.items() if not (each.lists and each.removes)]
+        self._outlived = any(each.persistent for each in tiers.values())
         self.metrics = SchedulerMetrics(self.load_policy, lambda: client.promises)
         self._trackers: dict[str, RequestTracker] = {}
         self._loads: dict[str, _Load] = {}  # by request id
@@ -493,7 +494,7 @@ class SchedulerConnector:
         self._plans: deque[RequestPlan] = deque(maxlen=MAX_PLANS)
         self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
         self._manager: Any = None
-        self._reset_tags: tuple[tuple[str, str], ...] = ()  # follow the tags of every request
+        self._reset = ""  # see `RequestKeys.reset`
 
     # Called through the connector's methods, whose names are in the comments.
 
@@ -716,12 +717,12 @@ class SchedulerConnector:
     def reset(self) -> None:
         """reset_cache: clear the tiers. KV that was computed before is not stored any more.
 
-        If a tier that must be empty cannot be cleared, requests get another namespace, in which nothing is stored.
+        Requests get another namespace if a tier cannot be cleared, or outlives this process: the weights may have changed
+        in place, and those of a later process are the files' again.
         """
         mode = self.config.vllm.reset_cache
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
-        former = self._reset_tags
         if mode == "all" and self._not_cleared:
             logger.report(
                 "reset",
@@ -729,14 +730,10 @@ class SchedulerConnector:
                 " namespace from now on and does not find these records",
                 ", ".join(self._not_cleared),
             )
-            mode = "new_namespace"
-        if mode == "new_namespace":
-            self._reset_tags = (("reset", uuid.uuid4().hex),)
+        if mode == "new_namespace" or (mode == "all" and (self._not_cleared or self._outlived)):
+            self._reset = uuid.uuid4().hex
         for tracker in self._trackers.values():
-            keys = None
-            if self._reset_tags:
-                tags = tracker.keys.tags
-                keys = tracker.keys.with_tags((*tags[: len(tags) - len(former)], *self._reset_tags))
+            keys = tracker.keys.after_reset(self._reset) if self._reset else None
             tracker.cache_reset(keys)
 
     @property
@@ -799,7 +796,7 @@ class SchedulerConnector:
                 and request.prompt_token_ids is not None
                 and self._media.all_by_content(request.mm_features)
             )
-            keys = _keys_of(request, (*options.tags, *self._reset_tags))
+            keys = _keys_of(request, options.tags, self._reset)
             tracker = RequestTracker(
                 request,
                 keys,
@@ -1036,7 +1033,7 @@ def _ids(blocks: Sequence[Any]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def _keys_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestKeys:
+def _keys_of(request: Any, tags: tuple[tuple[str, str], ...], reset: str) -> RequestKeys:
     lora = request.lora_request
     adapter = None
     if lora is not None:
@@ -1049,6 +1046,7 @@ def _keys_of(request: Any, tags: tuple[tuple[str, str], ...]) -> RequestKeys:
         cache_salt=request.cache_salt or "",
         tags=tags,
         extras=tuple(map(_extra, request.mm_features)),
+        reset=reset,
     )
 
 

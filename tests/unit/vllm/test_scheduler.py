@@ -1065,18 +1065,18 @@ def test_a_reset_may_change_the_namespace_of_all_requests():
     bench = Bench(**{"vllm.reset_cache": "new_namespace"})
     waiting = bench.request(20, params={"tags": {"team": "a"}})
     before = tracker(bench, waiting).keys
-    roots = []
+    names = []
     for _ in range(2):
         bench.scheduler.reset()
         keys = tracker(bench, waiting).keys
         new = tracker(bench, bench.request(20, params={"tags": {"team": "a"}})).keys
-        assert keys.tags == new.tags
-        assert keys.tags[0] == ("team", "a")
+        assert keys.tags == new.tags == (("team", "a"),)
+        assert keys.reset == new.reset
         assert keys.num_hashed == 0
         assert keys.source is before.source
-        roots.append(keys.tags)
+        names.append(keys.reset)
 
-    assert len({before.tags, *roots}) == 3
+    assert len({before.reset, *names}) == 3
     assert bench.client.memory_only == [True, True]
 
 
@@ -1090,14 +1090,22 @@ def test_a_reset_of_all_tiers_keeps_the_namespace():
     assert bench.client.memory_only == [False]
 
 
-@pytest.mark.parametrize("other", [Capabilities(removes=True), Capabilities(lists=True)])
-def test_a_reset_changes_the_namespace_if_a_tier_cannot_be_cleared(other):
+@pytest.mark.parametrize(
+    "other",
+    [
+        Capabilities(removes=True),
+        Capabilities(lists=True),
+        # After a restart, the weights are those of the files again.
+        Capabilities(removes=True, lists=True, persistent=True),
+    ],
+)
+def test_a_reset_changes_the_namespace_if_a_tier_cannot_be_cleared_or_outlives_the_process(other):
     bench = Bench(tiers={"cpu": Capabilities(removes=True, lists=True), "other": other})
     request = bench.request(20)
-    tags = tracker(bench, request).keys.tags
     bench.scheduler.reset()
 
-    assert tracker(bench, request).keys.tags != tags
+    assert tracker(bench, request).keys.reset
+    assert tracker(bench, request).keys.event_lora_name == ""  # KV events are still published
     assert bench.client.memory_only == [False]
 
 

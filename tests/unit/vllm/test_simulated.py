@@ -223,6 +223,24 @@ def test_a_head_shard_that_cannot_be_opened_closes_those_before_it(socket_dir: P
         closes.close()
 
 
+def test_what_is_stored_after_a_reset_is_not_found_after_a_restart(simulators: Simulators, tmp_path: Path):
+    """The weights may have changed in place before the reset. After the restart they are those of the files."""
+    sim, tokens = simulators.stored(on_disk(tmp_path / "kv"))
+    assert sim.scheduler.reset_prefix_cache(reset_connector=True)
+    simulators.until(lambda: scheduler_of(sim).ready)
+    for name in ("stored", "found"):
+        sim.add(name, tokens)
+        simulators.settle(sim)
+    sim.close()
+    simulators.made.clear()
+    restarted = simulators(on_disk(tmp_path / "kv"))
+    restarted.add("restarted", tokens)
+    restarted.run()
+
+    assert [sim.cached_tokens[name][1] for name in ("stored", "found")] == [0, 288]
+    assert restarted.cached_tokens["restarted"] == (0, 0)
+
+
 @pytest.mark.parametrize(("num_ranks", "overlapped"), [(1, True), (2, False)])
 def test_a_hit_in_a_slow_tier_is_computed_without_any_setting(
     simulators: Simulators, tmp_path: Path, overlapped: bool, num_ranks: int
