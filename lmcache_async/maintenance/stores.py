@@ -22,9 +22,11 @@ from lmcache_async.errors import (
     ConfigError,
     LMCacheAsyncError,
     TierError,
+    TierFullError,
     TierUnavailableError,
 )
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.maintenance.concurrency import for_each, no_progress
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.memory.threads import WorkerPool, in_thread
@@ -42,7 +44,8 @@ T = TypeVar("T")
 
 MAX_RECORD_BYTES = 256 << 20
 _ALLOCATE_S = 600.0  # long, because each call that holds memory has its own deadline
-_LOOKUP_BATCH = 256
+_LOOKUPS = 64
+"""Number of concurrent lookups."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class TierStore(OfflineStore):
         self.in_flight = options.in_flight
         self._tier = tier
         self._list_timeout_s = list_timeout_s
+        self._max_evictions = 0  # by the writes of a copy
         # Two for each call, because a call past its deadline keeps its buffer until it ends.
         self._arena = options.make_arena(2 * self.in_flight + 2)
         self._workers = WorkerPool(self.in_flight, thread_name_prefix="lmcache-records")
@@ -222,16 +226,26 @@ class TierStore(OfflineStore):
         return await self._lease(nbytes) if nbytes <= self._arena.slab_bytes else None
 
     async def has(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        there: list[bool] = []
-        for start in range(0, len(keys), _LOOKUP_BATCH):
-            there += await self._tier.lookup(keys[start : start + _LOOKUP_BATCH], exact=True)
-        return there
+        there: dict[ChunkKey, bool] = {}
+
+        async def look_up(key: ChunkKey) -> int:
+            # A tier with an eviction order takes the keys of one lookup for consecutive chunks of a prompt.
+            (there[key],) = await self._tier.lookup([key], exact=True)
+            return 0
+
+        await for_each("lookups", keys, look_up, no_progress, in_flight=_LOOKUPS)
+        held = self._tier.statistics()
+        # Other records may be evicted for those of a copy, but not the records of the copy itself.
+        self._max_evictions = held.evictions + max(0, held.chunks - sum(there.values()))
+        return [there[key] for key in keys]
 
     async def prepare_writes(self) -> None:
         self._require(self._tier.capabilities.writes, "be written to: it is read-only")
 
     async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
         del used_ns  # a tier has its own order of use
+        if self._tier.statistics().evictions > self._max_evictions:
+            raise TierFullError(f"{self.name} evicts copied records to make room for others")
         (error,) = await self._tier.put([(key, record)])
         if error is not None:
             raise error

@@ -18,8 +18,8 @@ from lmcache_async.cli import output, records
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
-from lmcache_async.testing.fakes import DictTier
-from lmcache_async.testing.records import SLAB_BYTES, key_of
+from lmcache_async.testing.fakes import DictConfig, DictTier
+from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.offline import OfflineOptions
 from tests.maintenance.filled import (
     Failing,
@@ -317,6 +317,33 @@ async def test_the_error_for_a_record_longer_than_the_memory_names_the_option():
 
     assert report.refused == {"too_long": 1}
     assert "--max-record-bytes" in report.refused_records[0]["message"]
+
+
+async def test_a_copy_ends_when_it_evicts_its_own_records():
+    records = sealed([10] * 12)
+    nbytes = len(records[key_of(1)])
+    few = {key_of(number): records[key_of(number)] for number in (1, 2, 3)}
+    into = {key_of(99): records[key_of(1)]}
+
+    fits = await copied(DictTier(records=few), DictTier(DictConfig(max_bytes=3 * nbytes), records=into))
+    full = await copied(DictTier(records=records), DictTier(DictConfig(max_bytes=6 * nbytes), records=into))
+
+    assert (fits.complete, fits.records) == (True, 3)
+    assert (full.complete, full.there, full.refused["full"] > 0) == (False, 3, True)
+    assert {key_of(12), key_of(11), key_of(10)} <= into.keys()  # copied first
+
+
+async def test_a_copy_does_not_join_prompts_in_the_order_of_eviction():
+    records = sealed([10] * 3)
+    third = records.pop(key_of(3))
+    tier = DictTier(DictConfig(max_bytes=2 * len(third)))
+
+    await copied(DictTier(records=records), tier)
+    await tier.contains_many([key_of(1)])
+    with record(small_arena(1), 3, 10) as buffer:
+        await tier.put(key_of(3), buffer)
+
+    assert [*tier.records] == [key_of(1), key_of(3)]
 
 
 class Silent(DictTier):
