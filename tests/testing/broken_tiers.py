@@ -314,6 +314,14 @@ class OddErrorWhenClosed(DictTier):
         self.is_open = False
 
 
+class LosesWhenClosed(OddErrorWhenClosed):
+    """Reports success of a put after close, and stores nothing."""
+
+    async def put(self, key, buffer):
+        if self.is_open:
+            await super().put(key, buffer)
+
+
 class BreaksWhenOverlapped(DictTier):
     """Keeps the record of the current call in an attribute."""
 

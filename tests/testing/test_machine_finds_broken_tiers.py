@@ -33,6 +33,7 @@ BEYOND_IT = {
     broken_tiers.EvictsWithoutEvent,
     broken_tiers.LeavesTask,
     broken_tiers.ListsLiveRecords,
+    broken_tiers.LosesWhenClosed,
     broken_tiers.MergesRepeatedKeys,
     broken_tiers.NoMemoryBreaksBatch,
     broken_tiers.OddErrorWhenClosed,
