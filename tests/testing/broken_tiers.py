@@ -180,6 +180,15 @@ class ExceedsCapacity(DictTier):
             self.records.pop(next(iter(self.records)))
 
 
+class OddErrorForLongRecord(DictTier):
+    """Raises an error of its own for a record larger than its capacity."""
+
+    async def put(self, key, buffer):
+        if self._max_bytes is not None and buffer.nbytes > self._max_bytes:
+            raise ValueError("too long")
+        await super().put(key, buffer)
+
+
 class EvictsInSilence(DictTier):
     """Does not count evictions."""
 

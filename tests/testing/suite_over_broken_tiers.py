@@ -10,10 +10,11 @@ from tests.testing.broken_tiers import (
     EvictsInSilence,
     EvictsWithoutEvent,
     ExceedsCapacity,
+    OddErrorForLongRecord,
     TornContentPasses,
 )
 
-ABOUT_LIMITS = {DictTier, EvictsInSilence, EvictsWithoutEvent, ExceedsCapacity}
+ABOUT_LIMITS = {DictTier, EvictsInSilence, EvictsWithoutEvent, ExceedsCapacity, OddErrorForLongRecord}
 ABOUT_DAMAGE = {DictTier, TornContentPasses}
 
 

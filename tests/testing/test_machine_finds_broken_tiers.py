@@ -37,6 +37,7 @@ BEYOND_IT = {
     broken_tiers.MergesRepeatedKeys,
     broken_tiers.NoMemoryBreaksBatch,
     broken_tiers.OddErrorWhenClosed,
+    broken_tiers.OddErrorForLongRecord,
     broken_tiers.OtherMemory,
     broken_tiers.RemembersMisses,
     broken_tiers.SwallowsRejectCancellation,

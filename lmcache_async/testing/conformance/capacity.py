@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
-from lmcache_async.errors import TierFullError
+from lmcache_async.errors import ConfigError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.testing.conformance.base import Cases, TierRig, are_answers, in_time, opened_rig
 from lmcache_async.testing.records import MAX_PAYLOAD_BYTES, SLAB_BYTES, key_of
@@ -81,6 +82,19 @@ class CapacityCases(LimitedCases):
                 "on_evicted was not called once for each evicted chunk"
             )
         assert await limited.holds(*held)
+
+    async def test_a_record_larger_than_the_limit_is_refused(self, tier: Tier, arena: Arena) -> None:
+        small = self.limit(tier, SLAB_BYTES // 2)
+        if small is None:
+            return
+        with contextlib.suppress(ConfigError):  # the tier accepts no limit below one slab
+            async with opened_rig(small, arena) as rig:
+                rig.length = lambda _: MAX_PAYLOAD_BYTES
+                with pytest.raises(TierError):
+                    await in_time(rig.put(1))
+
+                assert not await rig.contains(1), "a record larger than max_bytes is stored"
+                await rig.check_leases()
 
     async def test_concurrent_puts_stay_within_the_limit(self, limited: TierRig | None) -> None:
         if limited is None:
