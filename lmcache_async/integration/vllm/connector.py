@@ -132,7 +132,10 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             return hit_sources({}, num_external_tokens, {})
         nothing: dict[CacheHitSource, int] = {}
         return self._guard(
-            lambda: hit_sources(side.hit_tiers(request), num_external_tokens, side.tier_media), nothing
+            lambda: hit_sources(
+                side.tokens_by_tier(request, num_external_tokens), num_external_tokens, side.tier_media
+            ),
+            nothing,
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:

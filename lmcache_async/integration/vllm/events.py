@@ -134,33 +134,19 @@ def _event(notice: Notice, stored_in: Medium) -> KVCacheEvent:
     )
 
 
-def split_tokens(chunks_by_tier: Mapping[str, int], num_tokens: int) -> dict[str, int]:
-    """Split tokens over tiers in proportion to `chunks_by_tier`. The parts add up to `num_tokens`; none is 0."""
-    total = sum(chunks_by_tier.values())
-    split: dict[str, int] = {}
-    given = counted = 0
-    for tier, chunks in chunks_by_tier.items():
-        counted += chunks
-        share = num_tokens * counted // total - given if total else 0
-        given += share
-        if share:
-            split[tier] = share
-    return split
-
-
 def hit_sources(
-    chunks_by_tier: Mapping[str, int], num_tokens: int, media: Mapping[str, Medium]
+    tokens_by_tier: Mapping[str, int], num_tokens: int, media: Mapping[str, Medium]
 ) -> dict[CacheHitSource, int]:
     """Loaded tokens by vLLM's kind of store; they add up to `num_tokens`.
 
     Args:
+        tokens_by_tier: Loaded tokens by the id of the tier.
         media: Where each tier stores records, by its id.
     """
     found: dict[CacheHitSource, int] = {}
-    split = split_tokens(chunks_by_tier, num_tokens)
-    for tier, tokens in split.items():
+    for tier, tokens in tokens_by_tier.items():
         source = _SOURCES.get(media.get(tier, Medium.REMOTE), CacheHitSource.EXTERNAL_UNSPECIFIED)
         found[source] = found.get(source, 0) + tokens
-    if rest := num_tokens - sum(split.values()):
+    if rest := num_tokens - sum(tokens_by_tier.values()):
         found[CacheHitSource.EXTERNAL_UNSPECIFIED] = found.get(CacheHitSource.EXTERNAL_UNSPECIFIED, 0) + rest
     return found

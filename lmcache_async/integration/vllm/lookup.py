@@ -92,8 +92,8 @@ class Answer:
         chunks: Leading full chunks.
         partial_tokens: Tokens of the partial chunk after them; 0 for none.
         partial_keys: Key of the partial chunk, by rank.
-        tiers: Number of records found in each tier, by tier id, on the first rank. A chunk has one in each group of full
-            attention.
+        tiers: Number of records found in each tier, by tier id, on the first rank, in the order of the prefix. A chunk has
+            one in each group of full attention.
         pinned: Whether a rank may hold leases for this lookup, which have to be released.
         resident: Whether every rank holds leases for the whole hit, so that it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
@@ -115,6 +115,22 @@ class Answer:
         """Number of leading tokens that are stored."""
         tokens = self.chunks * chunk_size + self.partial_tokens
         return tokens if self.boundary is None else min(tokens, self.boundary)
+
+    def tokens_by_tier(self, first: int, stop: int, chunk_size: int) -> dict[str, int]:
+        """Return the number of the tokens `first`..`stop` of the hit in each tier; they add up, and none is 0.
+
+        Each tier is taken to have one run of chunks. The partial chunk is taken to be in the last tier.
+        """
+        total, full_tokens = sum(self.tiers.values()), self.chunks * chunk_size
+        split: dict[str, int] = {}
+        counted = 0
+        for tier, records in self.tiers.items():
+            counted += records
+            end = stop if counted == total else min(full_tokens * counted // total, stop)
+            if end > first:
+                split[tier] = end - first
+                first = end
+        return split
 
 
 MISS = Answer()

@@ -15,7 +15,6 @@ from typing import Any, Self, TypeAlias
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from lmcache_async.integration.vllm.events import split_tokens
 from lmcache_async.integration.vllm.load_policy import LoadPolicy
 from lmcache_async.integration.vllm.lookup import PromiseCounts
 from lmcache_async.integration.vllm.request import Admission
@@ -35,7 +34,7 @@ class _LoadTokens:
     asked: int
     local: int
     hit: int
-    tiers: dict[str, int]
+    tiers: Mapping[str, int]
 
 
 class SchedulerMetrics(Metrics):
@@ -92,12 +91,12 @@ class SchedulerMetrics(Metrics):
         self._count(self.counter("lookups_total", admission.result))
         if admission.result not in ("hit", "miss"):
             return
-        hit = max(0, min(plan.hit_tokens, asked) - local)
-        for tier, tokens in split_tokens(admission.tiers, hit).items():
+        for tier, tokens in admission.hit_by_tier.items():
             self.counter("lookup_hit_tokens_total", tier).add(tokens)
         if plan.load_tokens:
-            tiers = split_tokens(admission.tiers, plan.load_tokens)
-            self._loading[plan.request_id] = _LoadTokens(asked, local, local + plan.load_tokens, tiers)
+            self._loading[plan.request_id] = _LoadTokens(
+                asked, local, local + plan.load_tokens, admission.load_by_tier
+            )
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """Count the loaded tokens and the time that computing them would have taken."""

@@ -209,13 +209,15 @@ class Admission:
 
     Attributes:
         result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if none is counted.
-        tiers: Number of records of the hit by tier id.
+        hit_by_tier: Tokens of the hit that vLLM does not have itself, by tier id.
+        load_by_tier: Of these, tokens that are loaded.
         first: The request was not admitted before.
     """
 
     result: str | None
     plan: RequestPlan
-    tiers: Mapping[str, int]
+    hit_by_tier: Mapping[str, int]
+    load_by_tier: Mapping[str, int]
     first: bool
 
 
@@ -361,11 +363,13 @@ class RequestTracker:
         stop = start + self._policy.block_size
         return self._local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
 
-    @property
-    def hit_tiers(self) -> Mapping[str, int]:
-        """Number of records of the hit in each tier, by tier id."""
+    def tokens_by_tier(self, num_tokens: int) -> Mapping[str, int]:
+        """The tier of each of the `num_tokens` tokens after the local ones: numbers of tokens by tier id."""
         answer = self._lookup.answer if self._lookup is not None else None
-        return answer.tiers if answer is not None else {}
+        if answer is None:
+            return {}
+        first = self._local_tokens
+        return answer.tokens_by_tier(first, first + num_tokens, self._policy.chunk_size)
 
     # Lookup
 
@@ -502,7 +506,13 @@ class RequestTracker:
             decided=decided,
             why=why,
         )
-        return Admission(self._result(state, hit), plan, answer.tiers if answer is not None else {}, first)
+        return Admission(
+            self._result(state, hit),
+            plan,
+            self.tokens_by_tier(min(hit, self.num_tokens) - self._local_tokens),
+            self.tokens_by_tier(load_tokens),
+            first,
+        )
 
     def lookup_unused(self) -> Release | None:
         """Return the release of the lookup's pins if nothing is being loaded; None if there is nothing to release."""

@@ -765,10 +765,10 @@ class SchedulerConnector:
     def promises(self) -> PromiseCounts:
         return self._client.promises
 
-    def hit_tiers(self, request: Any) -> Mapping[str, int]:
-        """Return the number of records of the request's hit in each tier, by tier id."""
+    def tokens_by_tier(self, request: Any, num_tokens: int) -> Mapping[str, int]:
+        """Return the number of the request's `num_tokens` loaded tokens in each tier, by tier id."""
         tracker = self._trackers.get(request.request_id)
-        return tracker.hit_tiers if tracker is not None else {}
+        return tracker.tokens_by_tier(num_tokens) if tracker is not None else {}
 
     def take_notices(self) -> list[Notice]:
         """take_events: chunks that tiers stored or removed since the last call."""

@@ -399,16 +399,16 @@ def _import_the_connector() -> None:
 def test_hits_are_split_by_their_tiers_and_add_up():
     media = {"cpu": Medium.MEMORY, "nvme": Medium.DISK, "pool": Medium.MEMORY, "others": Medium.REMOTE}
 
-    assert hit_sources({"cpu": 1, "pool": 1, "nvme": 1, "s3": 1}, 1001, media) == {
+    assert hit_sources({"cpu": 250, "pool": 250, "nvme": 250, "s3": 250}, 1001, media) == {
         CacheHitSource.HOST: 500,
         CacheHitSource.DISK: 250,
         CacheHitSource.EXTERNAL_UNSPECIFIED: 251,
     }
-    assert hit_sources({"others": 3, "unheard of": 1}, 8, media) == {
+    assert hit_sources({"others": 6, "unheard of": 2}, 8, media) == {
         CacheHitSource.EXTERNAL_UNSPECIFIED: 8,
     }
     assert hit_sources({}, 5, media) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 5}
-    assert hit_sources({"cpu": 1}, 0, media) == {}
+    assert hit_sources({}, 0, media) == {}
 
 
 DISK: dict[str, Any] = {"name": "disk", "max_bytes": "1GiB"}

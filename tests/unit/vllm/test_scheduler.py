@@ -388,6 +388,20 @@ def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
     bench.report(finished={request.request_id})
     request.num_computed_tokens = 8
     assert spans(bench.step((request, 32)).stores) == [(8, 40)]
+    counted = bench.scheduler.metrics.values
+    assert counted("lookup_hit_tokens_total") == {("cpu",): 8, ("disk",): 28}
+    assert counted("load_tokens_total") == {("cpu",): 8}
+
+
+def test_tokens_after_those_of_vllm_are_counted_for_the_tier_that_has_them():
+    bench = Bench()
+    request = bench.request(40)
+    bench.answer(request, Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 2, "disk": 2}))
+
+    assert bench.scheduler.match(request, 12) == (24, True)
+    bench.allocate(request, 24, 40)
+
+    assert bench.scheduler.tokens_by_tier(request, 24) == {"cpu": 4, "disk": 20}
 
 
 def test_the_speed_of_the_model_is_learnt_while_steps_overlap():
