@@ -348,6 +348,45 @@ class PutComesLater(DictTier):
         self.later = asyncio.get_running_loop().call_soon(self.records.__setitem__, key, record)
 
 
+class EndsBeforeOtherPut(DictTier):
+    """Ends a put at once if another put of the same key is running."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.running = set()
+
+    async def put(self, key, buffer):
+        if key in self.running:
+            return
+        self.running.add(key)
+        try:
+            await asyncio.sleep(0)
+            await super().put(key, buffer)
+        finally:
+            self.running.remove(key)
+
+
+class SharesCancellation(DictTier):
+    """Lets a put wait for another put of the same key, also if that one is cancelled."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.running = {}
+
+    async def put(self, key, buffer):
+        if key in self.running:
+            await self.running[key].wait()
+            return
+        ended = self.running[key] = asyncio.Event()
+        try:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await super().put(key, buffer)
+        finally:
+            del self.running[key]
+            ended.set()
+
+
 class TextKeys(DictTier):
     """Truncates keys at zero bytes, like a backend with C strings."""
 

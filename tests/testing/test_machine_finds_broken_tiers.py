@@ -30,6 +30,7 @@ SETTINGS = settings(
 
 # Faults outside of the machine's calls, which the conformance suite detects.
 BEYOND_IT = {
+    broken_tiers.EndsBeforeOtherPut,
     broken_tiers.EvictsWithoutEvent,
     broken_tiers.LeavesTask,
     broken_tiers.ListsLiveRecords,
@@ -40,6 +41,7 @@ BEYOND_IT = {
     broken_tiers.OddErrorForLongRecord,
     broken_tiers.OtherMemory,
     broken_tiers.RemembersMisses,
+    broken_tiers.SharesCancellation,
     broken_tiers.SwallowsRejectCancellation,
 }
 FINDABLE = [kind for kind in BROKEN if kind not in BEYOND_IT]

@@ -50,14 +50,33 @@ class OverlapCases(Cases):
     """Concurrent calls see no partial effect of each other."""
 
     async def test_puts_of_the_same_chunks_at_the_same_time_store_each_once(self, rig: TierRig) -> None:
+        async def put() -> None:
+            await rig.put(1)
+            assert await rig.contains(1), "a put has ended, but the chunk is not stored"
+
         batches = map(rig.put_many, [range(5), range(4, -1, -1), range(5)])
-        answers = await in_time(asyncio.gather(*batches, *(rig.put(1) for _ in range(8))))
+        answers = await in_time(asyncio.gather(*batches, *(put() for _ in range(8))))
 
         assert answers == [[None] * 5] * 3 + [None] * 8
         assert await rig.holds(*range(5))
         assert rig.statistics.chunks in {0, 5}, "a chunk that was put concurrently is counted more than once"
         if rig.tier.capabilities.lists:
             assert await rig.keys() == {key_of(number) for number in range(5)}
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 3])
+    async def test_a_put_stores_a_chunk_although_another_put_of_it_is_cancelled(
+        self, rig: TierRig, steps: int
+    ) -> None:
+        first = asyncio.ensure_future(rig.put(1))
+        await turns(steps)
+        second = asyncio.ensure_future(rig.put(1))
+        await turns(1)
+        first.cancel()
+        await in_time(asyncio.wait({first, second}))
+
+        assert not second.cancelled(), "the cancellation of a put has cancelled another one"
+        second.result()
+        assert await rig.holds(1), "a put has ended, but the chunk is not stored"
 
     @pytest.mark.parametrize("verb", ["put", "remove"])
     async def test_a_get_during_a_put_or_removal_finds_all_or_nothing(self, rig: TierRig, verb: str) -> None:
