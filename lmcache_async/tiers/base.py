@@ -158,7 +158,7 @@ class Tier(ABC, Generic[ConfigT]):
 
     on_evicted: Callable[[Sequence[ChunkKey]], None] | None = None
     """Callback for removals by the tier itself. Set before the tier is opened; the tier calls it with the keys that it
-    evicts, or drops because their records are corrupt or missing."""
+    evicts, or drops because their records are corrupt or missing, on the thread of the event loop."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config

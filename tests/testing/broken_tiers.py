@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 from lmcache_async.errors import BudgetExceededError, TierError
@@ -203,6 +204,22 @@ class EvictsWithoutEvent(DictTier):
     """Counts evictions, but does not call `on_evicted`."""
 
     on_evicted = property(lambda self: None, lambda self, callback: None)
+
+
+class ReportsEvictionsInThread(DictTier):
+    """Calls `on_evicted` in a thread of its own."""
+
+    @property
+    def on_evicted(self):
+        return self.report
+
+    @on_evicted.setter
+    def on_evicted(self, callback):
+        self.callback = callback
+
+    def report(self, keys):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(self.callback, keys).result()
 
 
 class TornContentPasses(DictTier):

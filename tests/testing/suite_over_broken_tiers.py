@@ -11,10 +11,18 @@ from tests.testing.broken_tiers import (
     EvictsWithoutEvent,
     ExceedsCapacity,
     OddErrorForLongRecord,
+    ReportsEvictionsInThread,
     TornContentPasses,
 )
 
-ABOUT_LIMITS = {DictTier, EvictsInSilence, EvictsWithoutEvent, ExceedsCapacity, OddErrorForLongRecord}
+ABOUT_LIMITS = {
+    DictTier,
+    EvictsInSilence,
+    EvictsWithoutEvent,
+    ExceedsCapacity,
+    OddErrorForLongRecord,
+    ReportsEvictionsInThread,
+}
 ABOUT_DAMAGE = {DictTier, TornContentPasses}
 
 

@@ -41,6 +41,7 @@ BEYOND_IT = {
     broken_tiers.OddErrorForLongRecord,
     broken_tiers.OtherMemory,
     broken_tiers.RemembersMisses,
+    broken_tiers.ReportsEvictionsInThread,
     broken_tiers.SharesCancellation,
     broken_tiers.SwallowsRejectCancellation,
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import pytest_asyncio
@@ -31,7 +32,13 @@ class LimitedCases(Cases):
             yield None
             return
         evicted: list[ChunkKey] = []
-        limited.on_evicted = evicted.extend
+        thread = threading.get_ident()
+
+        def report(keys: Sequence[ChunkKey]) -> None:
+            assert threading.get_ident() == thread, "on_evicted was called outside of the event loop's thread"
+            evicted.extend(keys)
+
+        limited.on_evicted = report
         async with opened_rig(limited, arena) as rig:
             rig.length = lambda _: MAX_PAYLOAD_BYTES
             rig.evicted = evicted
