@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,6 +41,9 @@ _SETTINGS = (
 )
 _MISTRAL_TOKENIZER = ("tekken.json",)  # contains the image and audio settings of models in Mistral's format
 
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+\.gguf)")
+"""Name of a part of a GGUF model, such as `model-00001-of-00003.gguf`."""
+
 _SAMPLE_BYTES = 4096
 # The table of a GGUF file is at the start; that of a zip (.bin, .pt), with CRCs of all members, at the end.
 _END_BYTES = 1 << 20
@@ -66,7 +70,7 @@ def weights_fingerprint(
     The call blocks: run it in a worker thread.
 
     Args:
-        path: Folder or file of the model.
+        path: Folder of the model, or its file; of several GGUF files, any one.
         mode: `sampled` or `full`.
         algorithm: Hash algorithm of the chunk keys. For a cryptographic one the fingerprint uses SHA-256 and
             contains its name (`full:sha256:...`), so that other weights with the same fingerprint cannot be
@@ -125,12 +129,21 @@ def _joined(new: Callable[..., Any], entries: list[tuple[str, int, str]]) -> str
 
 def _weight_files(path: Path, groups: Sequence[Sequence[str]]) -> list[Path]:
     if not path.is_dir():
-        return [path]
+        return _shards(path)
     for patterns in groups:
         if files := _matches(path, patterns):
             return files
     known = ", ".join(pattern for patterns in groups for pattern in patterns)
     raise FileNotFoundError(f"there are no weights in {path}; expected {known}")
+
+
+def _shards(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is a part of: all shards are loaded if the path of one is given."""
+    name = _SHARD.fullmatch(path.name)
+    if name is None:
+        return [path]
+    found = {file: _SHARD.fullmatch(file.name) for file in path.parent.iterdir()}
+    return sorted(file for file, other in found.items() if other and other.groups() == name.groups())
 
 
 def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:

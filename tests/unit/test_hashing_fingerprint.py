@@ -150,6 +150,22 @@ def test_settings_names_and_headers_count(model, change, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_shard_stands_for_all_shards_of_its_model(tmp_path, mode):
+    shards = [tmp_path / f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for file in (*shards, tmp_path / "other-00002-of-00002.gguf", tmp_path / "model-00002-of-00003.gguf"):
+        file.write_bytes(b"1")
+
+    before = {weights_fingerprint(shard, mode=mode) for shard in shards}
+    for name in ("other-00002-of-00002.gguf", "model-00002-of-00003.gguf"):
+        (tmp_path / name).write_bytes(b"2")
+    assert {weights_fingerprint(shard, mode=mode) for shard in shards} == before
+    assert len(before) == 1
+
+    shards[1].write_bytes(b"2")
+    assert weights_fingerprint(shards[0], mode=mode) not in before
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_other_files_do_not_change_the_fingerprint(model, mode):
     before = weights_fingerprint(model, mode=mode)
     (model / "README.md").write_text("hello")
