@@ -23,29 +23,26 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_engine, "COMMAND", (sys.executable, str(FAKE)))
 
 
-def measured(models: str = "gemma-3", executors: str = "mp", scheduling: str = "sync") -> list[Row]:
+def measured(models: str = "gemma-3", executors: str = "mp") -> list[Row]:
     frame = Frame(rounds=2, quick=True, chosen=random.Random(0))
 
     async def rows() -> list[Row]:
-        settings = dataclasses.replace(
-            groups.QUICK, models=models, executors=executors, scheduling=scheduling
-        )
+        settings = dataclasses.replace(groups.QUICK, models=models, executors=executors)
         return [row async for row in groups.run(settings, frame)]
 
     return asyncio.run(rows())
 
 
-def test_hits_of_each_model_and_kind_of_vllm_are_beside_the_peer_and_vllms_own_hit() -> None:
-    rows = measured("gemma-3,qwen3-next", "mp,uni", "sync,async")
+def test_hits_of_each_model_and_executor_are_beside_the_peer_and_vllms_own_hit() -> None:
+    rows = measured("gemma-3,qwen3-next", "mp,uni")
 
     assert [(row.name, row.limit_name, round(row.ratio, 6)) for row in rows] == [
-        (f"known prompt, {model}, {executor}, {scheduling}", limit, ratio)
+        (f"known prompt, {model}, {executor}", limit, ratio)
         for model in ("gemma-3", "qwen3-next")
         for executor in ("mp", "uni")
-        for scheduling in ("sync", "async")
         for limit, ratio in (("OffloadingConnector", 1), ("own hit", 2))
     ]
-    assert [len(row.ratios) for row in rows] == [2] * 16
+    assert [len(row.ratios) for row in rows] == [2] * 8
 
 
 @pytest.mark.parametrize("connector", ["LMCacheAsyncConnector", "OffloadingConnector"])

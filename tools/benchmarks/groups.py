@@ -40,7 +40,6 @@ IDLE_S = 1.2
 HITS = 5
 """Hits of an engine in a round, of which the median counts. The first dozens of hits of a process are slower."""
 MIB = 1 << 20
-SCHEDULING = {"sync": False, "async": True}
 EXECUTORS = {"mp": "mp", "uni": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """The name of an executor, and what vLLM is given. On a CPU it uses `mp` if it is given `uni`."""
 
@@ -85,9 +84,6 @@ class Settings:
         parse=str,
     )
     arena_mib: int = option(2048, "MiB of host memory for the cache")
-    scheduling: str = option(
-        "sync", "sync: vLLM's default on a CPU; async: its default with one GPU", parse=str
-    )
     idle_s: float = field(default=IDLE_S)
     warm_up: int = field(default=10)
 
@@ -102,12 +98,10 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
         ConfigError: There is no such model.
         ServeError: A vLLM did not start, missed a hit or answered wrongly.
     """
-    models = choose("model", settings.models, tuple(MODELS))
     executors = choose("executor", settings.executors, tuple(EXECUTORS))
-    schedulings = choose("kind of scheduling", settings.scheduling, tuple(SCHEDULING))
-    for name, executor, scheduling in product(models, executors, schedulings):
+    for name, executor in product(choose("model", settings.models, tuple(MODELS)), executors):
         with ExitStack() as stack:
-            contest = Contest(name, executor, scheduling, settings, frame, stack)
+            contest = Contest(name, executor, settings, frame, stack)
             for row in await frame.compare([contest.case()]):
                 yield row
 
@@ -119,12 +113,9 @@ class Contest:
         stack: Ends the engines.
     """
 
-    def __init__(
-        self, name: str, executor: str, scheduling: str, settings: Settings, frame: Frame, stack: ExitStack
-    ) -> None:
+    def __init__(self, name: str, executor: str, settings: Settings, frame: Frame, stack: ExitStack) -> None:
         self._name = name
         self._executor = executor
-        self._scheduling = scheduling
         self._settings = settings
         self._model = MODELS[name]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lma")))
@@ -150,16 +141,9 @@ class Contest:
             "tokens": self._settings.tokens,
             "model": self._name,
             "executor": self._executor,
-            "scheduling": self._scheduling,
         }
         limits = {PEER: probes[PEER], "own hit": probes[PLAIN]}
-        return Case(
-            f"known prompt, {self._name}, {self._executor}, {self._scheduling}",
-            "ms",
-            probes[OURS],
-            limits,
-            parameters,
-        )
+        return Case(f"known prompt, {self._name}, {self._executor}", "ms", probes[OURS], limits, parameters)
 
     def _start(
         self, who: str, transfer: Mapping[str, Any] | None, directory: Path, stack: ExitStack
@@ -171,7 +155,6 @@ class Contest:
             "max_num_batched_tokens": room,
             "max_num_seqs": 4,
             "enforce_eager": True,
-            "async_scheduling": SCHEDULING[self._scheduling],
             "distributed_executor_backend": EXECUTORS[self._executor],
             **self._model.options,
         }
