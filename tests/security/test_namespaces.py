@@ -200,7 +200,10 @@ def test_an_adapter_loaded_again_with_other_weights_is_another_one(tmp_path):
     model_at(folder, b"2" * 100)  # unloaded, replaced, loaded: the same name and path
 
     assert names.of(Adapter("sql", str(folder), load_id=1)) == first
+    assert not names.changed(Adapter("sql", str(folder), load_id=1))
     assert names.of(Adapter("sql", str(folder), load_id=2)) != first
+    assert names.changed(Adapter("sql", str(folder), load_id=2))
+    assert not names.changed(Adapter("other", str(folder)))
     assert names.of(Adapter("sql", str(folder), reloaded_in_place=True)) != first
 
 

@@ -86,6 +86,7 @@ class RequestKeys:
         texts: Extra text of the full chunks that have one, by chunk index.
         tail: The partial end of the prompt, once the prompt is hashed; None if it has no whole block.
         failed: The tokens cannot be hashed; the request has no keys.
+        adapter_changed: The adapter had other weights before, of which vLLM's own prefix cache may still have KV.
     """
 
     request_id: str
@@ -104,6 +105,7 @@ class RequestKeys:
     tail: Tail | None = None
     request_namespace: str = ""
     failed: bool = False
+    adapter_changed: bool = False
     _identity: Identity | None = None
     _hash_key: bytes = field(default=b"", repr=False)
     _roots: tuple[bytes, ...] = ()
@@ -392,6 +394,10 @@ class AdapterFingerprints:
         self._algorithm = algorithm
         self._mode: FingerprintMode = "full" if algorithm in CRYPTOGRAPHIC else "sampled"
         self._known: dict[Adapter, str] = {}
+        self._first: dict[
+            tuple[str, str], str
+        ] = {}  # by name and path, by which vLLM's own prefix cache knows an adapter
+        self._changed: set[tuple[str, str]] = set()
 
     def of(self, adapter: Adapter) -> str:
         """Return the fingerprint of the adapter's files. If they cannot be read, return a random value."""
@@ -400,7 +406,14 @@ class AdapterFingerprints:
             known = self._read(adapter)
             if not adapter.reloaded_in_place:  # else the next request may see other weights under this name
                 self._known[adapter] = known
+            place = adapter.name, adapter.path
+            if self._first.setdefault(place, known) != known:
+                self._changed.add(place)
         return known
+
+    def changed(self, adapter: Adapter) -> bool:
+        """Return whether `of` has returned different fingerprints for adapters of this name and path."""
+        return (adapter.name, adapter.path) in self._changed
 
     def _read(self, adapter: Adapter) -> str:
         try:

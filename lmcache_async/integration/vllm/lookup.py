@@ -469,6 +469,7 @@ class LookupClient:
             cache_salt=keys.cache_salt,
             tags=(*keys.tags, ("reset", keys.reset)) if keys.reset else keys.tags,
         )
+        keys.adapter_changed = adapter is not None and self._adapters.changed(adapter)
         secret = self._hash_key
         roots = [namespace.root(identity.root, identity.algorithm, secret) for identity in identities]
         group_roots = [identity.group_roots for identity in identities]

@@ -710,14 +710,21 @@ class RequestTracker:
             self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
             self._known_boundary = 0
 
+    @property
+    def _may_store_now(self) -> bool:
+        keys = self.keys
+        # VLLM does not invalidate its own prefix cache when it loads an adapter again. Without keys this is not known yet.
+        stale = keys.adapter_changed or (keys.adapter is not None and not keys.opened)
+        return self.stores and not self.is_loading and not keys.failed and not (stale and self._local_tokens)
+
     def _due_boundaries(self, computed_tokens: int) -> list[int]:
-        if not self.stores or self.is_loading or self.keys.failed:
+        if not self._may_store_now:
             return []
         return [boundary for boundary in self._boundaries if boundary <= computed_tokens]
 
     def _due(self, computed_tokens: int) -> tuple[int, bool]:
         """Number of full chunks that are computed, and whether the prompt's partial end is to be stored now."""
-        if not self.stores or self.is_loading or self.keys.failed or not self._policy.has_chunks:
+        if not self._may_store_now or not self._policy.has_chunks:
             return 0, False
         prompt = self.keys.num_prompt_tokens
         limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)

@@ -22,7 +22,7 @@ from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.keys import Promise, RequestKeys
+from lmcache_async.integration.vllm.keys import Adapter, Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import (
     Answer,
     Answered,
@@ -365,6 +365,18 @@ def test_a_lost_connection_is_found_again(ranks: Ranks, until):
     until(lambda: ranks.client.connected)
 
     assert ranks.ask(PROMPT).chunks == 3
+
+
+def test_the_keys_show_that_an_adapter_was_loaded_again_with_other_weights(ranks: Ranks, until):
+    changed = []
+    for load_id in (1, 1, 2):
+        # An adapter that cannot be read is another one each time it is loaded.
+        keys = RequestKeys("r", range(20), 20, adapter=Adapter("sql", "/none", load_id=load_id))
+        ranks.client.hash(keys, 20)
+        until(lambda keys=keys: keys.num_hashed == 20)
+        changed.append(keys.adapter_changed)
+
+    assert changed == [False, False, True]
 
 
 def test_a_message_to_a_connection_that_was_just_reset_does_not_end_the_client(ranks: Ranks, until):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.keys import Adapter, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
 from lmcache_async.integration.vllm.request import (
@@ -154,6 +155,27 @@ def test_stores_are_whole_chunks_in_order_within_the_room(prompt: int, computed:
             computed // CHUNK * CHUNK if computed < prompt else prompt // BLOCK * BLOCK
         )
     assert tracker.plan_stores(computed, {}, 0) == []
+
+
+@pytest.mark.parametrize(("local", "changed", "stored"), [(0, True, 5), (8, True, 0), (8, False, 5)])
+def test_nothing_is_stored_of_a_request_with_kv_of_an_adapter_s_former_weights(
+    local: int, changed: bool, stored: int
+) -> None:
+    """VLLM does not invalidate its own prefix cache when it loads an adapter again."""
+    keys = opened_keys(range(40), adapter=Adapter("sql", "/sql"), adapter_changed=changed)
+    tracker = RequestTracker(View(40), keys, policy())
+    tracker.local_found(local)
+
+    assert sum(span.stop - span.first for span in tracker.plan_stores(40, {}, 100)) == stored
+
+
+def test_a_request_that_ends_without_keys_is_not_stored_if_its_adapter_may_have_changed() -> None:
+    tracker = RequestTracker(
+        View(40), RequestKeys("r", range(40), 40, adapter=Adapter("sql", "/sql")), policy()
+    )
+    tracker.local_found(8)
+
+    assert tracker.finished(40, 100) == ([], 0)
 
 
 class TrackerMachine(RuleBasedStateMachine):
