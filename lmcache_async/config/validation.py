@@ -285,7 +285,8 @@ def explain(
         expected = "expected " + EXPECTED[kind].format(**context)
     else:  # the messages of our own parsers contain the expected value
         expected = details["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
-    return f"{place}: {key} is {show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
+    name = f"{key} is " if key else ""
+    return f"{place}: {name}{show(value, key)}: {expected}{hint(nearest(str(value), choices))}"
 
 
 def _details(error: PydanticCustomError) -> ErrorDetails:

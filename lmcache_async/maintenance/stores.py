@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from lmcache_async.config import EngineConfig, TierSpec, load_config
-from lmcache_async.config.validation import Origin
+from lmcache_async.config.validation import Origin, validate_options
 from lmcache_async.engine.tiers import make_tier
 from lmcache_async.errors import (
     BudgetExceededError,
@@ -147,11 +147,12 @@ class Stores:
         """Return the tier of an argument: a tier as JSON, or the id of a tier of the configuration."""
         if text.lstrip().startswith("{"):
             try:
-                return TierSpec.model_validate(json.loads(text)).placed(Origin(argument))
-            except (ValueError, RecursionError) as error:  # includes pydantic's error
+                spec = validate_options(TierSpec, json.loads(text), argument, beside=())
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f'{argument}: expected a tier as JSON, such as {{"name": "valkey", ...}}: {error}'
                 ) from None
+            return spec.placed(Origin(argument))
         if self.loaded is None:
             raise ConfigError(
                 f"{argument} {text} is not a tier as JSON, so it is the id of a tier: name the config file with --config"

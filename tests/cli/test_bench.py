@@ -111,7 +111,7 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
     [
         (["tier", "cpu"], "lmcache-async bench memory"),
         (["tier", "nowhere", "--mib", "1"], "nowhere"),
-        (["tier", ""], "TIER: expected a tier as JSON"),
+        (["tier", ""], "TIER: name is '': expected a name"),
         (["tier", '{"name": '], "TIER: expected a tier as JSON"),
         (["tier", json.dumps(ABSENT), "--mib", "1"], "127.0.0.1:1"),
         (["tier", "disk"], "path"),

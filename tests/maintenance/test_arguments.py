@@ -30,6 +30,14 @@ ADDRESSES = (
         ("inspect --tier disk", "name the config file with --config"),
         ("inspect --tier '{nonsense'", "expected a tier as JSON"),
         pytest.param("inspect --tier NESTED", "expected a tier as JSON", id="nested"),
+        (
+            'inspect --tier \'{"url": "valkey://u:secret@h"}\'',
+            "--tier: {'url': 'valkey://***@h'}: expected a tier's name, or a mapping",
+        ),
+        (
+            'inspect --tier \'{"name": "host", "timeout_s": 0}\'',
+            "--tier: timeout_s is 0: expected a number of seconds above 0",
+        ),
         ('inspect --tier \'{"name": "cpu"}\'', "memory of the engine's own process"),
         ('inspect --tier \'{"name": "dsik"}\'', "did you mean disk"),
         ("inspect . not-a-key", "expected a key of 32 hex digits"),
