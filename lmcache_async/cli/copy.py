@@ -50,11 +50,11 @@ def copy_command(
         selection = Selection(tuple(namespace or ()))
         from_, (path, tier) = _place(source, config), _place(destination, config)
         async with contextlib.AsyncExitStack() as stack:
-            opened = await stack.enter_async_context(stores.open(*from_))
+            opened = await stack.enter_async_context(stores.open(*from_, argument="SRC"))
             into: OfflineStore | str = str(path)
             if not dry_run or path is None or path.exists():
                 into = await stack.enter_async_context(
-                    stores.open(path, tier, change=not dry_run, create=True)
+                    stores.open(path, tier, change=not dry_run, create=True, argument="DST")
                 )
             return await copy(
                 opened,

@@ -67,11 +67,18 @@ class Stores:
         return self.loaded is None or self.loaded.plugins.third_party
 
     def open(
-        self, path: Path | None, tier: str | None = None, *, change: bool = False, create: bool = False
+        self,
+        path: Path | None,
+        tier: str | None = None,
+        *,
+        change: bool = False,
+        create: bool = False,
+        argument: str = "--tier",
     ) -> OfflineStore:
         """Return the store of a directory or a tier, to be opened with `async with`.
 
         With `change`, a directory is locked. With `change` and `create`, a directory that does not exist is created.
+        `argument` names the tier's argument in errors.
         """
         options = OfflineOptions(
             change=change, in_flight=self.in_flight, max_record_bytes=self.max_record_bytes, create=create
@@ -84,7 +91,7 @@ class Stores:
             raise ConfigError(
                 "name a directory, or a tier with --tier: the id of a tier in --config, or a tier as JSON"
             )
-        spec = self.spec(tier)
+        spec = self.spec(tier, argument)
         made = make_tier(spec, Registry(), third_party=self.third_party, rank=self.rank)
         if (store := made.offline(made.config, options)) is not None:
             return store
@@ -143,7 +150,7 @@ class Stores:
         cipher = RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
         return cipher, config.read_hash_key()
 
-    def spec(self, text: str, argument: str = "--tier") -> TierSpec:
+    def spec(self, text: str, argument: str) -> TierSpec:
         """Return the tier of an argument: a tier as JSON, or the id of a tier of the configuration."""
         if text.lstrip().startswith("{"):
             try:
@@ -161,7 +168,9 @@ class Stores:
             if tier.id == text:
                 return tier
         ids = ", ".join(tier.id for tier in self.loaded.tiers)
-        advice = f"; a directory is written with a slash, such as ./{text}" if argument == "--tier" else ""
+        advice = (
+            f"; a directory is written with a slash, such as ./{text}" if argument in {"SRC", "DST"} else ""
+        )
         raise ConfigError(f"{self.config} has no tier {text!r}; its tiers are {ids}{advice}")
 
     def reachable(self) -> list[str]:

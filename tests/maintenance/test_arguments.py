@@ -53,6 +53,8 @@ ADDRESSES = (
         (f"copy cache '{NO_SERVER}'", "No such file"),
         (f"copy '{NO_SERVER}' there", "No such file"),
         ("copy cache", "Missing argument 'DST'"),
+        ("copy '{nonsense' there", "SRC: expected a tier as JSON"),
+        ('copy cache \'{"name": "disk"}\'', "DST: path is missing"),
         ("copy none there", "there is no directory"),
         (
             "copy ./cache valky --config kv.yaml",
