@@ -513,7 +513,13 @@ class LeavesTask(DictTier):
 
 
 class ListsLiveRecords(DictTier):
-    """Fails to list its keys if a chunk is stored meanwhile."""
+    """Fails to list its keys if a chunk is stored meanwhile. A put takes many steps of the loop."""
+
+    async def put(self, key, buffer):
+        record = bytes(buffer.view)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        self.records[key] = record
 
     async def keys(self):
         for key in self.records:
