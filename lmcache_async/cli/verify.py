@@ -68,5 +68,5 @@ def _lines(remedy: Remedy | None, found: Verification) -> Iterator[str]:
         yield f"evicted meanwhile: {found.gone}; of other namespaces: {found.passed_over}"
     yield from shared.listed(found.wrong_records)
     if found.remedied:
-        done = "deleted" if remedy == "remove" else "moved to quarantine"
+        done = "deleted" if remedy == "remove" else "moved to quarantine, or deleted by a tier without one"
         yield f"{done}: {number(found.remedied, 'record')}"
