@@ -242,7 +242,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     tp_size, rank, draft = parallel.tensor_parallel_size, parallel.rank, vllm_config.speculative_config
     return Namespace(
-        model=_model_name(model),
+        model=_model_name(model.model),
         weights=_weights(config, model, vllm_config.load_config),
         dtype=str(model.dtype).removeprefix("torch."),
         layout=layout_text,
@@ -265,7 +265,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
             ("kv_cache_layout", str(kv_cache_config.kv_cache_layout)),
             ("model_config", _digest(model.hf_config.to_dict())),
             # The layers of a draft model may be in the same pages.
-            ("speculative", f"{draft.method}:{draft.model}" if draft is not None else ""),
+            ("speculative", f"{draft.method}:{_model_name(draft.model)}" if draft is not None else ""),
             ("vllm", str(vllm.__version__)),
             *_media(config, model),
             *_rare_inputs(vllm_config),
@@ -286,10 +286,10 @@ def group_namespace(
     return replace(own, extra=(*own.extra, ("kv_group", f"{group.index} of {len(groups)}, {group.kind}")))
 
 
-def _model_name(model: Any) -> str:
-    """Return the name passed to vLLM; for a local directory its last component, because paths differ between machines."""
-    path = Path(model.model)
-    return path.name if path.is_dir() else str(model.model)
+def _model_name(name: object) -> str:
+    """Return a name passed to vLLM; for a local directory its last component, because paths differ between machines."""
+    path = Path(str(name))
+    return path.name if path.is_dir() else str(name)
 
 
 def _weights(config: EngineConfig, model: Any, load: Any) -> str:

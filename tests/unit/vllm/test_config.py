@@ -161,6 +161,7 @@ def test_a_local_model_is_identified_by_its_weights_at_any_path(config: Any, set
         (folder / "config.json").write_text(json.dumps({}))
         save_file({"w": torch.tensor([weight])}, folder / "model.safetensors")
         moved = changed(config, "model_config.model", str(folder))
+        moved = changed(moved, "speculative_config", SimpleNamespace(method="mtp", model=str(folder)))
         roots.append(root(moved, setup, weights_fingerprint="sampled"))
 
     assert roots[0] == roots[1] != roots[2]
