@@ -149,7 +149,7 @@ LENGTHS = (0, 1, 4095, 4096, 4097, 9000, 20_000, 30_000, 50_000, 64 * 1024)
 class TierMachine(RuleBasedStateMachine):
     """Random calls on a tier, some concurrent, some cancelled, with restarts, damage and a capacity.
 
-    Subclass it, override `make_tier`, and expose its test case:
+    Subclass it, override `make_tier` (and `damage_content`, to include damaged records), and expose its test case:
 
     ```python
     class MyMachine(TierMachine):
