@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -12,6 +13,8 @@ PACKAGES = ("typer", "rich", "click", "shellingham", "httpx", "psutil")
 def main() -> None:
     """Run the command of `sys.argv`."""
     _open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the locale lacks, such as those of charts
+        sys.stdout.reconfigure(errors="replace")
     try:
         from lmcache_async.cli.app import app
 

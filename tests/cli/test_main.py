@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import io
 import sys
 
 import pytest
@@ -43,6 +44,20 @@ def test_another_missing_package_is_not_blamed_on_the_extra(without):
 
     with pytest.raises(ModuleNotFoundError, match="torch"):
         command.main()
+
+
+def test_output_that_the_locale_cannot_encode_is_replaced(monkeypatch, tmp_path):
+    config = tmp_path / "ж.yaml"
+    config.write_text("chunk_size: 0")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "argv", ["lmcache-async", "config", "check", str(config)])
+
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    output.seek(0)
+    assert "?.yaml, line 1: chunk_size is 0" in output.read()
 
 
 def test_a_closed_connection_is_not_mistaken_for_closed_output():
