@@ -28,6 +28,7 @@ from typer import Argument, Option
 from lmcache_async.cli.output import PROBLEM, human, plain, refuse, say
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.sources import PREFIX, TOKEN
+from lmcache_async.config.validation import without_user
 from lmcache_async.errors import ConfigError, TierUnavailableError
 from lmcache_async.maintenance.http import open_client, parse_address, request_json
 
@@ -63,8 +64,8 @@ class StatusClient:
     def __init__(
         self, url: str, *, token: str = "", token_file: Path | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        parts = parse_address(url, f"{url}: expected an address such as http://127.0.0.1:7421")
-        self.url = parts.geturl()
+        parts = parse_address(url, f"{without_user(url)}: expected an address such as http://127.0.0.1:7421")
+        self.url = without_user(parts.geturl())
         path = urljoin(parts.path or "/", "status.json")
         self.path = quote(path, safe="/%:@!$&'()*+,;=~", errors="surrogateescape")
         self._origin = f"{parts.scheme}://{parts.netloc}"

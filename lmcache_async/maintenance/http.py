@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
+from lmcache_async.config.validation import without_user
 from lmcache_async.errors import ConfigError, TierUnavailableError
 
 MAX_BYTES = 16 << 20
@@ -63,9 +64,9 @@ async def request_json(
                 if len(data) > MAX_BYTES:
                     break
     except TimeoutError:
-        raise TierUnavailableError(f"{url}: no answer in {timeout_s:g} s") from None
+        raise TierUnavailableError(f"{without_user(url)}: no answer in {timeout_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _explained(url, error, hint) from error
+        raise _explained(without_user(url), error, hint) from error
     try:
         return response.status_code, json.loads(data)
     except (ValueError, RecursionError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_async.config.validation import without_user
 from lmcache_async.errors import ConfigError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Progress, for_each
 from lmcache_async.maintenance.http import open_client, parse_address, request_json
@@ -66,14 +67,15 @@ async def warm_server(
     The server loads the prefix that a tier has, and computes and stores the rest. By default the server's first
     model is used.
     """
-    advice = f"--url {url}: expected the address of a vLLM server, such as http://localhost:8000"
+    shown = without_user(url)
+    advice = f"--url {shown}: expected the address of a vLLM server, such as http://localhost:8000"
     parts = parse_address(url.rstrip("/"), advice)
     if parts.query or parts.fragment:
         raise ConfigError(advice)
     base = parts.geturl().removesuffix("/v1")
     async with open_client(os.environ.get(API_KEY, ""), API_KEY) as client:
         ask = partial(request_json, client, timeout_s=timeout_s, hint="is vLLM running there?")
-        report = Requests(url, model or _first_model(base, *await ask("GET", f"{base}/v1/models")))
+        report = Requests(shown, model or _first_model(base, *await ask("GET", f"{base}/v1/models")))
 
         async def work(prompt: Prompt) -> int:
             text_or_ids = prompt if isinstance(prompt, str) else np.frombuffer(prompt, np.int32).tolist()
@@ -90,6 +92,6 @@ def _first_model(base: str, status: int, answer: Any) -> str:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise TierUnavailableError(
-            f"{base}/v1/models answered {status} and names no model: name one with --model, or check that this is a"
+            f"{without_user(base)}/v1/models answered {status} and names no model: name one with --model, or check that this is a"
             " vLLM server"
         ) from None

@@ -83,6 +83,7 @@ ADDRESSES = (
         ("warm --url http://127.0.0.1:9 --prompts damaged.gz", "cannot read damaged.gz"),
         ("warm --url http://127.0.0.1:9 --prompts cut.gz", "cannot read cut.gz"),
         ("warm --url http://127.0.0.1:9 --prompts prompts", "Connection refused"),
+        ("warm --url http://u:secret@127.0.0.1:9 --prompts prompts", "at http://***@127.0.0.1:9/v1/models"),
         ("warm --url http://127.0.0.1:9/\u00e9 --prompts prompts", ""),
         *(
             (f"warm --url {url} --prompts prompts", f"--url {url.strip(chr(39))}: expected")

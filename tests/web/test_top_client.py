@@ -48,6 +48,9 @@ def test_no_answer_is_an_error_message() -> None:
     assert f"no server answers at http://127.0.0.1:{port}/status.json: Connection refused" in shown
     assert "Traceback" not in shown
 
+    _, shown = call(f"http://u:secret@127.0.0.1:{port}", "--once")
+    assert f"no server answers at http://***@127.0.0.1:{port}/status.json" in shown
+
 
 @pytest.mark.parametrize("interval", ["inf", "nan", "1e12", "0"])
 def test_an_interval_that_cannot_be_waited_for_is_refused(interval: str) -> None:
