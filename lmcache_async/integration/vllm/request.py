@@ -567,6 +567,8 @@ class RequestTracker:
         if not self.looks_up:
             return "off", "nothing is looked up for this request"
         if self.local_suffices:
+            if not self._local_tokens:
+                return "miss", "the prompt is too short: a hit is at least one block"
             return "local", "vLLM has every cached token that it can use"
         if state is None or state.answer is None:
             return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"

@@ -31,6 +31,16 @@ def test_each_request_is_sent_once_and_no_more_than_the_page_shows() -> None:
     assert without_page.idle().plans == ()
 
 
+def test_the_tokens_of_a_short_prompt_are_not_said_to_be_in_the_cache_of_vllm() -> None:
+    bench = Bench(**STATUS_PAGE)
+    bench.allocate(bench.request(2), 0, 2)
+    cached = bench.request(3)
+    bench.scheduler.match(cached, 2)
+    bench.allocate(cached, 0, 1)
+
+    assert [(plan.decided, plan.local_tokens) for plan in bench.idle().plans] == [("miss", 0), ("local", 2)]
+
+
 def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) -> None:
     tokens = prompt(200)
     sim = simulators(STATUS_PAGE)
