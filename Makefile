@@ -1,7 +1,7 @@
 # Targets create the virtual environment on first use.
 #   VENV=folder    folder of the environment             MODEL=name    model of the demo (with a GPU)
 #   PYTHON=python  interpreter, 3.11 or newer            ARGS="..."    arguments for the demo, pytest, the benchmark, ...
-#   JOBS=number    test processes, 3 by default, as many wait for servers; 0 runs the tests in pytest's own process, the default with a GPU
+#   JOBS=number    test processes, 4 by default, as many wait for servers; 0 runs the tests in pytest's own process, the default with a GPU
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c . || true)
 ifeq ($(HAS_GPU),0)
 DEVICE := cpu
 SELECT := -m "not gpu"
-JOBS ?= 3
+JOBS ?= 4
 else
 DEVICE := gpu
 SELECT :=
