@@ -343,7 +343,7 @@ def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
 def _disk_path(value: object) -> str | None:
     if value is False or str(value).strip().lower() in {"", "none", "null", "false", "off", "no"}:
         return None
-    # What follows `file://` is a path, as in LMCache, and not the rest of a URL.
+    # As in LMCache, the text after `file://` is a path without a host and without percent encoding.
     path = value.strip().removeprefix("file://") if isinstance(value, str) else ""
     if not path or "," in path:
         raise ValueError("expected one path, plain or as file://; name several disk tiers under tiers")

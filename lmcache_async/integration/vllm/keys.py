@@ -394,9 +394,8 @@ class AdapterFingerprints:
         self._algorithm = algorithm
         self._mode: FingerprintMode = "full" if algorithm in CRYPTOGRAPHIC else "sampled"
         self._known: dict[Adapter, str] = {}
-        self._first: dict[
-            tuple[str, str], str
-        ] = {}  # by name and path, by which vLLM's own prefix cache knows an adapter
+        # By name and path, which identify an adapter in vLLM's own prefix cache.
+        self._first: dict[tuple[str, str], str] = {}
         self._changed: set[tuple[str, str]] = set()
 
     def of(self, adapter: Adapter) -> str:
