@@ -127,7 +127,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KV
     if not obstacle:
         return config.vllm.layerwise_max_tokens
     if wanted == "always":
-        logger.warning("vllm.layerwise_load: always has no effect with %s", obstacle)
+        logger.warning("vllm.layerwise_load: no hit is loaded layer by layer with %s", obstacle)
     return 0
 
 
