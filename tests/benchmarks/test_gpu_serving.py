@@ -141,13 +141,15 @@ def test_answers_with_other_tokens_or_without_a_common_token_differ_infinitely()
 
 
 def test_an_engine_without_a_result_is_a_problem_and_the_others_are_kept(tmp_path, monkeypatch):
-    (tmp_path / "llama-8b-ours.json").write_text(json.dumps(engine()))
     monkeypatch.setattr(serving.sys, "executable", "/bin/true")
-    chosen = [Settings("llama-8b", name, str(tmp_path), lengths=(2049,)) for name in ("ours", "offloading")]
+    names = ("ours", "restarted", "offloading")
+    chosen = [Settings("llama-8b", name, str(tmp_path), lengths=(2049,)) for name in names]
+    chosen[0].result.write_text(json.dumps(engine()))
+    chosen[1].result.write_text(json.dumps({"failed": "exit status 1"}))
 
-    found = Engines(chosen, tmp_path / "result.json", at_once=1).run(60)
+    found = Engines(chosen, tmp_path / "result.json").run(60)
 
-    assert found == ["llama-8b, offloading: ended without a result, exit status 0"]
+    assert found == ["llama-8b, restarted: exit status 1", "llama-8b, offloading: no result"]
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["problems"] == found
     assert [row["model"] for row in written["rows"]] == ["llama-8b"]
@@ -160,12 +162,9 @@ def test_engines_that_do_not_end_in_time_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(serving.sys, "executable", str(hanging))
     chosen = [Settings("llama-8b", name, str(tmp_path), lengths=(2049,)) for name in ("ours", "restarted")]
 
-    found = Engines(chosen, tmp_path / "result.json", at_once=1).run(0)
+    found = Engines(chosen, tmp_path / "result.json").run(0)
 
-    assert found == [
-        "llama-8b, restarted: no time left",
-        "llama-8b, ours: ended without a result, exit status -15",
-    ]
+    assert found == ["llama-8b, ours: no result", "llama-8b, restarted: no result"]
 
 
 def test_only_the_engines_with_a_connector_have_a_configuration_of_it():

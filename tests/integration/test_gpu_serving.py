@@ -15,11 +15,10 @@ def test_an_engine_of_a_model_with_two_groups_loads_what_it_has_computed(
     engines: Engines, tmp_path: Path
 ) -> None:
     settings = Settings("gemma3-4b", "ours", str(tmp_path), lengths=(257, 513), batch=2, quick=True)
-    result = tmp_path / "result.json"
 
-    engines.run_module("tools.gpu.serving_engine", json.dumps(dataclasses.asdict(settings)), str(result))
+    engines.run_module("tools.gpu.serving_engine", json.dumps([dataclasses.asdict(settings)]))
 
-    found = json.loads(result.read_text())
+    found = json.loads(settings.result.read_text())
     assert Judge("gemma3-4b", {"ours": found}, quick=True).problems == []
     assert [load["cached_tokens"] for row in found["rows"] for load in row["loads"]] == [256] * 3 + [512] * 3
     assert found["statistics"]["corrupt"] == 0

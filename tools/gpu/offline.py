@@ -9,6 +9,7 @@ installs it next to torch 2.11, which must be there.
 from __future__ import annotations
 
 import argparse
+import compileall
 import subprocess
 import sys
 import tarfile
@@ -103,6 +104,7 @@ def install(folder: Path, target: Path) -> None:
     _pip("install", "--no-index", "--no-compile", "--target", str(target), *wheels)
     with tarfile.open(folder / "vllm.tar.xz") as packed:
         packed.extractall(target, filter="data")
+    compileall.compile_dir(target, quiet=2, workers=0)  # on all cores; the first import compiles on one
     write_metadata(target)
 
 

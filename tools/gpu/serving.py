@@ -1,8 +1,8 @@
 """The connector in a real vLLM on a GPU: answers, hits, and times to the first token.
 
-Each model has the shape of a known one and random weights, made on the GPU. Four engines, each in a process of its own,
-run one after the other: vLLM without connector, with this connector, again with this connector after a restart,
-and with vLLM's own OffloadingConnector. Prompts are computed, answered from vLLM's prefix cache, and loaded after that
+Each model has the shape of a known one and random weights, made on the GPU. Four engines run one after the other: vLLM
+without connector, with this connector, again with this connector after a restart, and with vLLM's own
+OffloadingConnector. Prompts are computed, answered from vLLM's prefix cache, and loaded after that
 cache was emptied. All prompts are one token longer than their chunks. So the answer after a load and the one from vLLM's
 prefix cache are computed from the same tokens, and must be equal.
 """
@@ -28,9 +28,6 @@ from tools.processes import end_group
 
 ENGINES = ("plain", "ours", "restarted", "offloading")
 ENGINES_OF_A_CPU = ENGINES[:3]
-
-AT_ONCE = 2
-"""Engines that are started at once: one imports vLLM while the other one runs."""
 
 TOLERANCE = 0.01
 """Of log-probabilities, for equal computations. One token changed near the end changes them by more than five times this."""
@@ -137,69 +134,42 @@ def _medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class Engines:
-    """Runs engines in processes, and writes all results to `path` whenever one ends.
+    """Runs engines, and writes all results to `path` whenever one ends."""
 
-    Args:
-        at_once: Maximum number of processes. Only one of them runs an engine, the others import vLLM.
-    """
-
-    def __init__(self, chosen: Sequence[Settings], path: Path, *, at_once: int = AT_ONCE) -> None:
-        self._waiting = list(chosen)
+    def __init__(self, chosen: Sequence[Settings], path: Path) -> None:
+        self._missing = list(chosen)
         self._path = path
-        self._at_once = at_once
         self._quick = any(settings.quick for settings in chosen)
-        self._running: dict[tuple[str, str], tuple[Path, subprocess.Popen[bytes]]] = {}
         self._found: dict[str, dict[str, Any]] = {settings.model: {} for settings in chosen}
         self._failed: list[str] = []
 
     def run(self, seconds: float) -> list[str]:
         """Run all engines, at most for this time; return the problems."""
         deadline = time.monotonic() + seconds
-        problems: list[str] = []
-        try:
-            while self._waiting or self._running:
-                self._start_next()
-                time.sleep(0.1)
-                late = time.monotonic() > deadline
-                if late or not self._running:  # what waits for an engine that is not there waits in vain
-                    why = "no time left" if late else "it needs the engine ours"
-                    self._failed += [f"{each.model}, {each.engine}: {why}" for each in self._waiting]
-                    self._waiting.clear()
-                ended = [
-                    key for key, (_, process) in self._running.items() if late or process.poll() is not None
-                ]
-                for key in ended:
-                    self._end(*key)
-                problems = self._write()
-        finally:
-            for _, process in self._running.values():
-                end_group(process)
-        return problems
-
-    def _start_next(self) -> None:
-        """Start what may start. An engine is restarted when the one before has stored its prompts and ended."""
-        for settings in list(self._waiting):
-            ready = settings.engine != "restarted" or "ours" in self._found[settings.model]
-            if ready and len(self._running) < self._at_once:
-                self._waiting.remove(settings)
-                self._start(settings)
-
-    def _start(self, settings: Settings) -> None:
-        path = Path(settings.directory) / f"{settings.model}-{settings.engine}.json"
         command = [sys.executable, "-m", "tools.gpu.serving_engine"]
-        command += [json.dumps(dataclasses.asdict(settings)), str(path)]
+        command.append(json.dumps([dataclasses.asdict(settings) for settings in self._missing]))
         process = subprocess.Popen(command, start_new_session=True)
-        self._running[settings.model, settings.engine] = (path, process)
+        try:
+            ended = False
+            while self._missing and not ended:
+                time.sleep(0.1)
+                ended = process.poll() is not None or time.monotonic() > deadline
+                self._collect()
+        finally:
+            end_group(process)
+        self._failed += [f"{each.model}, {each.engine}: no result" for each in self._missing]
+        return self._write()
 
-    def _end(self, model: str, engine: str) -> None:
-        path, process = self._running.pop((model, engine))
-        end_group(process)
-        if path.exists():
-            self._found[model][engine] = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            self._failed.append(
-                f"{model}, {engine}: ended without a result, exit status {process.returncode}"
-            )
+    def _collect(self) -> None:
+        """Read the results of the engines that have ended since the last call."""
+        for settings in [each for each in self._missing if each.result.exists()]:
+            self._missing.remove(settings)
+            result = json.loads(settings.result.read_text(encoding="utf-8"))
+            if "failed" in result:
+                self._failed.append(f"{settings.model}, {settings.engine}: {result['failed']}")
+            else:
+                self._found[settings.model][settings.engine] = result
+            self._write()
 
     def _write(self) -> list[str]:
         judges = [Judge(model, found, quick=self._quick) for model, found in self._found.items()]

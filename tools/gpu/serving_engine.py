@@ -1,21 +1,21 @@
-"""One engine of `tools.gpu.serving`: a vLLM with a model of random weights, its answers and times.
+"""Engines of `tools.gpu.serving`: each is a vLLM with a model of random weights, its answers and times.
 
-    python -m tools.gpu.serving_engine SETTINGS RESULT
+    python -m tools.gpu.serving_engine SETTINGS
 
-SETTINGS is a `Settings` as JSON, RESULT the file for the result.
+SETTINGS is a list of `Settings` as JSON. vLLM is imported once. Each engine then runs in a child process, one after
+the other, so that nothing else runs during its measurements. Its result is written to `Settings.result`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,11 @@ class Settings:
     quick: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def result(self) -> Path:
+        """File for the result; `{"failed": why}` if there is none."""
+        return Path(self.directory) / f"{self.model}-{self.engine}.json"
 
 
 def transfer_config(settings: Settings) -> dict[str, Any] | None:
@@ -296,27 +301,22 @@ def worker_facts(worker: Any) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Wait until no other process is in the block."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def run_engine(settings: Settings) -> None:
+    """Run one engine and write its answers and times."""
+    began = time.perf_counter()
+    engine = Engine(settings)
+    ready = time.perf_counter()
+    found: dict[str, Any] = {"facts": engine.facts(), "start_s": ready - began, "rows": []}
+    measure(engine, settings, found)
+    found["seconds"] = time.perf_counter() - ready
+    engine.close()
+    write(settings.result, found)
 
 
-def run_engine(settings: Settings) -> dict[str, Any]:
-    """Run one engine; return its answers and times. Engines import vLLM at once, and run one after the other."""
-    import vllm  # noqa: F401  takes half of the start
-
-    with exclusive(Path(settings.directory) / "engine"):
-        began = time.perf_counter()
-        engine = Engine(settings)
-        ready = time.perf_counter()
-        found: dict[str, Any] = {"facts": engine.facts(), "start_s": ready - began, "rows": []}
-        measure(engine, settings, found)
-        found["seconds"] = time.perf_counter() - ready
-        engine.close()
-    return found
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result), encoding="utf-8")
+    part.rename(path)
 
 
 def measure(engine: Engine, settings: Settings, found: dict[str, Any]) -> None:
@@ -352,14 +352,22 @@ def measure(engine: Engine, settings: Settings, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the engine of the settings in the first argument; write its result to the file in the second one."""
+    """Run the engines of the settings in the first argument."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for functions that run in the worker
-    settings = json.loads(sys.argv[1])
-    path = Path(sys.argv[2])
-    found = run_engine(Settings(**settings | {"lengths": tuple(settings["lengths"])}))
-    written = path.with_suffix(".part")
-    written.write_text(json.dumps(found), encoding="utf-8")
-    written.rename(path)
+    import vllm  # noqa: F401  takes half of the start
+
+    fork = multiprocessing.get_context("fork")
+    for given in json.loads(sys.argv[1]):
+        settings = Settings(**given | {"lengths": tuple(given["lengths"])})
+        first = dataclasses.replace(settings, engine="ours").result
+        if settings.engine == "restarted" and "failed" in json.loads(first.read_text(encoding="utf-8")):
+            write(settings.result, {"failed": "it needs the engine ours"})
+            continue
+        process = fork.Process(target=run_engine, args=(settings,))
+        process.start()
+        process.join()
+        if not settings.result.exists():
+            write(settings.result, {"failed": f"ended without a result, exit status {process.exitcode}"})
 
 
 if __name__ == "__main__":
