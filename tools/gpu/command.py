@@ -139,10 +139,10 @@ def read_tests(path: Path) -> dict[str, Any]:
 
 
 PARTS = (
-    Part("tests", "the tests marked gpu", 2.5, _tests, read_tests, interpret=False),
+    Part("tests", "the tests marked gpu", 1.5, _tests, read_tests, interpret=False),
     Part("profile", "the copy path at every layout and block size", 2.0, _measurement("profile"), read_json),
     Part("example", "examples/transformers_generate.py at full size", 3.0, _example, read_json),
-    Part("vllm", "a real vLLM, if it is installed", 6.0, _vllm, read_json, interpret=False),
+    Part("vllm", "a real vLLM, if it is installed", 7.0, _vllm, read_json, interpret=False),
     Part("race", "stores, loads and compute with random delays", 0.75, _measurement("race"), read_json),
     Part("bench", "python -m tools.benchmarks gpu", 0.75, _measurement("bench"), read_json),
 )

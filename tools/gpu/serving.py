@@ -187,7 +187,7 @@ class Engines:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.serving", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="both by default")
     parser.add_argument("--engine", action="append", choices=ENGINES, help="all by default")
     parser.add_argument(

@@ -25,8 +25,8 @@ import numpy as np
 START_S = 120.0
 SETTLE_S = 120.0
 MAX_TOKENS = 8
-LOADS = 3
-"""Times of loads are the median of as many."""
+LOADS = 2
+"""Loads of each prompt."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -99,7 +99,7 @@ class Settings:
     engine: str
     directory: str
     lengths: tuple[int, ...]
-    prompts: int = 1
+    prompts: int = 3
     batch: int = 8
     eager: bool = True
     quick: bool = False
@@ -116,7 +116,7 @@ def transfer_config(settings: Settings) -> dict[str, Any] | None:
     """Return the `kv_transfer_config` of an engine."""
     if settings.engine == "plain":
         return None
-    nbytes = 256 << 20 if settings.quick else 14 << 30
+    nbytes = 256 << 20 if settings.quick else 24 << 30
     if settings.engine == "offloading":
         extra: dict[str, Any] = {"cpu_bytes_to_use": nbytes}
         return {
