@@ -1,14 +1,14 @@
-"""Result of the store chain for one batch."""
+"""Result of the store chain for one batch, and merged reports."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmcache_async.errors import TierError
-from lmcache_async.types import Chunk, WriteResult
+from lmcache_async.types import Chunk, RetrieveReport, StoreReport, WriteResult
 
 
 class Drops(Counter[str]):
@@ -104,3 +104,32 @@ class BatchStored:
     present: int = 0
     dropped: Counter[str] = field(default_factory=Drops)
     bytes: int = 0
+
+
+def merge_stores(reports: Sequence[StoreReport]) -> StoreReport:
+    """Merge the reports of the KV cache groups of one store. Tokens and times are the largest ones, the rest are sums."""
+    return StoreReport(
+        stored=sum(report.stored for report in reports),
+        shared=sum(report.shared for report in reports),
+        present=sum(report.present for report in reports),
+        dropped=sum((report.dropped for report in reports), Counter()),
+        tokens=max((report.tokens for report in reports), default=0),
+        bytes=sum(report.bytes for report in reports),
+        seconds=max((report.seconds for report in reports), default=0.0),
+        copy_seconds=max((report.copy_seconds for report in reports), default=0.0),
+    )
+
+
+def merge_retrieves(reports: Sequence[RetrieveReport]) -> RetrieveReport:
+    """Merge the reports of the KV cache groups of one load.
+
+    The tokens are those of the longest group. The cause is the first one of any group.
+    """
+    longest = max(reports, key=lambda report: report.asked_tokens, default=RetrieveReport())
+    return replace(
+        longest,
+        hit_chunks=sum(report.hit_chunks for report in reports),
+        bytes=sum(report.bytes for report in reports),
+        seconds=max((report.seconds for report in reports), default=0.0),
+        cause=next((report.cause for report in reports if report.cause), ""),
+    )

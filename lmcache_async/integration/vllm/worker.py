@@ -22,7 +22,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
-from lmcache_async.engine.builder import EngineGroup
+from lmcache_async.engine.builder import EngineGroup, default_logger
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError, EngineClosedError, LMCacheAsyncError, MissingDependencyError
@@ -49,10 +49,12 @@ from lmcache_async.integration.vllm.lookup_server import (
 )
 from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.report import merge_retrieves, merge_stores
 from lmcache_async.tiers.handle import Watcher
-from lmcache_async.types import BlockIds, Chunk, RequestPlan, StoreReport
+from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
 
 T = TypeVar("T")
 
@@ -85,6 +87,9 @@ class Transfers:
     on. Otherwise they are reported by request, because a block id does not identify its group, and vLLM computes the
     whole request.
 
+    Args:
+        log: Receives the stores and loads of jobs, whose groups are stores and loads of the engine.
+
     Attributes:
         layerwise: The loads that the forward pass of their own step awaits.
     """
@@ -99,12 +104,14 @@ class Transfers:
         groups: Sequence[KVGroup],
         layout: KVLayout,
         notices: Notices | None = None,
+        log: Instrument | None = None,
     ) -> None:
         self.layerwise = LayerwiseLoads(self.give_up, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
         self._notices = notices
+        self._log = log
         self._chunk_size = chunk_size
         self._groups = groups
         self._leading = leading_group(groups).index
@@ -229,11 +236,12 @@ class Transfers:
         self, job: Job, fence: Fence | None, progress: LoadProgress | None, *, awaited: bool
     ) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
+        reports: list[RetrieveReport] = []
         try:
             # The largest part first: it is copied while the others are planned.
             parts = sorted(job.parts, key=lambda part: len(part.tokens), reverse=True)
             loaded = await _together(
-                self._load_part(job, part, fence, progress, awaited=awaited) for part in parts
+                self._load_part(job, part, fence, progress, reports, awaited=awaited) for part in parts
             )
             missing = [block for blocks in loaded for block in blocks]
         except Exception as error:  # the load fails, and vLLM computes instead
@@ -249,11 +257,20 @@ class Transfers:
             self._load_ended(job, missing)
             if progress is not None:
                 progress.end()
+        if self._log is not None and reports:
+            self._log.retrieved(job.request_id, merge_retrieves(reports))
 
     async def _load_part(
-        self, job: Job, part: JobPart, fence: Fence | None, progress: LoadProgress | None, *, awaited: bool
+        self,
+        job: Job,
+        part: JobPart,
+        fence: Fence | None,
+        progress: LoadProgress | None,
+        reports: list[RetrieveReport],
+        *,
+        awaited: bool,
     ) -> list[int]:
-        """Load a part and return its blocks that were not loaded."""
+        """Load a part and return its blocks that were not loaded. The report of the engine is added to `reports`."""
         if not part.keys:
             return part.touched_blocks()
         chunks, rows = self._chunks(job, part)
@@ -274,6 +291,7 @@ class Transfers:
                 progress=progress,
             )
         )
+        reports.append(report)
         return [block for ids in rows[report.hit_chunks :] for block in ids.tolist() if block != SKIP]
 
     async def _store(self, job: Job, fence: Fence | None) -> None:
@@ -283,10 +301,12 @@ class Transfers:
                 unshared = None
                 return
             reports = await _together(self._store_part(job, part, fence) for part in job.parts)
-            present, shared = sum(each.present for each in reports), sum(each.shared for each in reports)
-            unshared = job.num_chunks - present - shared
-            if not unshared and not shared:
+            report = merge_stores(reports)
+            unshared = job.num_chunks - report.present - report.shared
+            if not unshared and not report.shared:
                 unshared = None  # all chunks were stored before
+            if self._log is not None:
+                self._log.stored(job.request_id, report)
         except Exception as error:  # the store is dropped
             logger.log(
                 logging.ERROR,
@@ -528,6 +548,7 @@ class OpenEngine(Protocol):
         watcher: Watcher | None = None,
         replica: int = 0,
         more_groups: Sequence[EngineGroup] = (),
+        instrument: Instrument | None = None,
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
@@ -694,6 +715,7 @@ class RankEngine:
             groups=self._groups,
             layout=groups[0].layout,
             notices=self._notices,
+            log=LogInstrument(default_logger().logger) if len(groups) > 1 else None,
         )
         self.server = LookupServer(
             engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory_lookup
@@ -750,6 +772,7 @@ class RankEngine:
             options: dict[str, Any] = {} if self._notices is None else {"watcher": self._notices}
             if len(groups) > 1:
                 options["more_groups"] = groups[1:]
+                options["instrument"] = Instrument()  # one line in the log for each job, not for each group
             opening = self._open_engine(
                 self.config,
                 layout=groups[0].layout,

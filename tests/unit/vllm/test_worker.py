@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
+from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
@@ -115,6 +118,7 @@ class Worker(WorkerConnector):
         @contextlib.asynccontextmanager
         async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
             self.watcher = kwargs.get("watcher")
+            self.instrument = kwargs.get("instrument")
             yield engine
             self.closed = True
 
@@ -283,6 +287,42 @@ def test_a_load_of_two_groups_ends_once_and_fails_as_a_whole_request(
     assert copied(side, until) == {8: 1}
     assert len(side.engine.stored) == 2
     assert [request.group for request in side.engine.retrieved] == [0, 1]
+
+
+def test_the_log_has_one_line_for_each_job_of_several_groups(
+    make: Callable[..., Worker], until: Until, caplog: pytest.LogCaptureFixture
+):
+    class Reporting(Engine):
+        """The second group has a window of one chunk, of which nothing is found."""
+
+        async def retrieve_chunks(self, request: Any) -> RetrieveReport:
+            if request.group:
+                return RetrieveReport(asked_tokens=4, cause="miss", seconds=0.5)
+            found = Counter({"cpu": 10})
+            return RetrieveReport(
+                hit_chunks=3, hit_tokens=10, asked_tokens=10, bytes=10**6, by_tier=found, seconds=0.1
+            )
+
+        async def store_chunks(self, request: Any) -> StoreReport:
+            dropped = Counter({"full": 1})
+            return StoreReport(
+                stored=1, present=1, dropped=dropped, tokens=6 - request.group, bytes=10**6, seconds=0.5
+            )
+
+    caplog.set_level(logging.INFO, "lmcache_async")
+    side = make(Reporting(), (KVGroup(0, BLOCK), KVGroup(1, BLOCK)))
+    (first,) = job().parts
+    both = replace(job(), parts=(first, replace(first, group=1)))
+    side.step(both, stores=[replace(both, job_id=8)])
+    until(lambda: len(caplog.messages) == 2)
+
+    assert isinstance(side.instrument, Instrument), "the engine would log each group"
+    load, store = sorted(caplog.messages)
+    assert load == "retrieved 10/10 tokens (cpu=10), 1.0 MB in 500.0 ms, 0.00 GB/s; ended by: miss [r1]"
+    assert store == (
+        "stored 6 tokens in 2 chunks (2 present, dropped: full=2), 2.0 MB: copied in 0.0 ms, 0.00 GB/s;"
+        " with the tiers in 500.0 ms [r1]"
+    )
 
 
 def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(make: Callable[..., Worker], until: Until):
