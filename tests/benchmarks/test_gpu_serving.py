@@ -11,7 +11,7 @@ import pytest
 from tools.gpu import serving
 from tools.gpu.page import SECTIONS
 from tools.gpu.serving import Engines, Judge, difference
-from tools.gpu.serving_engine import MAX_TOKENS, Settings, prompt, transfer_config
+from tools.gpu.serving_engine import MAX_TOKENS, Settings, prompt, succeeded, transfer_config, write
 
 TOKENS = list(range(MAX_TOKENS))
 
@@ -153,6 +153,17 @@ def test_an_engine_without_a_result_is_a_problem_and_the_others_are_kept(tmp_pat
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["problems"] == found
     assert [row["model"] for row in written["rows"]] == ["llama-8b"]
+
+
+def test_an_engine_is_restarted_only_after_the_first_one_has_ended_with_a_result(tmp_path):
+    result = tmp_path / "result.json"
+    assert not succeeded(result)
+
+    write(result, {"failed": "exit status 1"})
+    assert not succeeded(result)
+
+    write(result, engine())
+    assert succeeded(result)
 
 
 def test_engines_that_do_not_end_in_time_are_ended(tmp_path, monkeypatch):

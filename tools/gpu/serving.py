@@ -206,6 +206,7 @@ def main() -> int:
     import torch
 
     engines = given.engine or (ENGINES if torch.cuda.is_available() else ENGINES_OF_A_CPU)
+    engines = sorted(engines, key=ENGINES.index)  # `restarted` loads what `ours` has stored
     with tempfile.TemporaryDirectory(prefix="serving-") as directory:
         chosen = [
             Settings(

@@ -313,6 +313,10 @@ def run_engine(settings: Settings) -> None:
     write(settings.result, found)
 
 
+def succeeded(path: Path) -> bool:
+    return path.exists() and "failed" not in json.loads(path.read_text(encoding="utf-8"))
+
+
 def write(path: Path, result: Mapping[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result), encoding="utf-8")
@@ -360,7 +364,7 @@ def main() -> None:
     for given in json.loads(sys.argv[1]):
         settings = Settings(**given | {"lengths": tuple(given["lengths"])})
         first = dataclasses.replace(settings, engine="ours").result
-        if settings.engine == "restarted" and "failed" in json.loads(first.read_text(encoding="utf-8")):
+        if settings.engine == "restarted" and not succeeded(first):
             write(settings.result, {"failed": "it needs the engine ours"})
             continue
         process = fork.Process(target=run_engine, args=(settings,))
