@@ -12,7 +12,14 @@ from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
-from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, gather_with_digest, group_planes
+from lmcache_async.device.rows import (
+    MIN_DIGEST_BYTES,
+    RowPiece,
+    can_digest,
+    copy_rows,
+    gather_with_digest,
+    group_planes,
+)
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
@@ -155,12 +162,13 @@ class CpuCopier:
     def _copy(
         self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool, stream: bool
     ) -> None:
+        pieces: list[RowPiece] = []
         for piece in part:
             job = jobs[piece.job]
             for index, where, offset in locate_by_group(self._groups, job.rows, piece):
                 group, start = self._groups[index], piece.offset + offset
-                payload = job.payload[start : start + len(where) * group.row_bytes]
-                group.copy(where, payload, to_host=to_host, stream=stream)
+                pieces.append((group, where, job.payload[start : start + len(where) * group.row_bytes]))
+        copy_rows(pieces, to_host=to_host, stream=stream)
 
 
 def _closed() -> EngineClosedError:

@@ -6,6 +6,7 @@ They use the compiled module if it is installed, else NumPy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,30 +43,22 @@ class RowGroup(PlaneGroup):
 
     def __init__(self, memory: Payload, planes: Sequence[Plane], first: int) -> None:
         super().__init__(planes, first)
-        self._memory = memory
+        self.memory = memory
         strides = [stride for plane in planes for stride in (plane.rows.block_stride, plane.rows.row_stride)]
         shifts = {plane.base % self.row_bytes for plane in planes}
         aligned = len(shifts) == 1 and not any(stride % self.row_bytes for stride in strides)
         self._shift = shifts.pop() if aligned else None
         """Remainder of the offset of every row modulo the row size, if it is the same for all rows; else None."""
 
-    def copy(
-        self, where: Int64s, payload: Payload, *, to_host: bool, stream: bool, digest: bytearray | None = None
-    ) -> None:
-        """Copy rows of the cache to or from consecutive rows of the payload.
+    def copy(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
+        """Copy rows of the cache to or from consecutive rows of the payload, by NumPy.
 
         Args:
             where: Byte offsets of the rows. Rows at -1 are skipped.
-            stream: The batch is larger than the CPU caches: bypass them if supported.
-            digest: State of the checksum of the payload, with the compiled module only.
         """
-        if compiled is not None:
-            compiled.copy(self._memory, where, payload, self.row_bytes, to_host, stream, digest)
-            return
+        size = self.row_bytes
         for start, stop in segments(where):
-            self._copy_present(
-                where[start:stop], payload[start * self.row_bytes : stop * self.row_bytes], to_host=to_host
-            )
+            self._copy_present(where[start:stop], payload[start * size : stop * size], to_host=to_host)
 
     def _copy_present(self, where: Int64s, payload: Payload, *, to_host: bool) -> None:
         size = self.row_bytes
@@ -77,7 +70,7 @@ class RowGroup(PlaneGroup):
 
     def _copy_runs(self, where: Int64s, places: Int64s, payload: Payload, *, to_host: bool) -> None:
         """Copy runs of consecutive rows from the offsets `where` to `places` in the payload, or back."""
-        memory, stops = self._memory, [*places[1:].tolist(), len(payload)]
+        memory, stops = self.memory, [*places[1:].tolist(), len(payload)]
         for start, place, stop in zip(where.tolist(), places.tolist(), stops, strict=True):
             run = slice(start, start + stop - place)
             if to_host:
@@ -89,14 +82,14 @@ class RowGroup(PlaneGroup):
         size, item = self.row_bytes, f"V{self.row_bytes}"
         rows = payload.view(item)
         if to_host and self._shift is not None:
-            memory = self._memory[self._shift :]
+            memory = self.memory[self._shift :]
             memory = memory[: len(memory) // size * size].view(item)
             # The default mode would use a temporary array. Rows are within bounds (check_jobs).
             np.take(memory, where // size, out=rows, mode="clip")
             return
         # A view with a row at every byte: the index of a row is its offset.
         anywhere: npt.NDArray[np.void] = np.ndarray(
-            (len(self._memory) - size + 1,), item, self._memory, 0, (1,)
+            (len(self.memory) - size + 1,), item, self.memory, 0, (1,)
         )
         step = max(STEP_BYTES // size, 1)
         if not to_host and len(where) >= UNLOCKED_ITEMS:
@@ -107,6 +100,26 @@ class RowGroup(PlaneGroup):
                 rows[part] = anywhere[where[part]]
             else:
                 anywhere[where[part]] = rows[part]
+
+
+RowPiece: TypeAlias = "tuple[RowGroup, Int64s, Payload]"
+"""Rows to copy: their group, the byte offset of each, or -1 to skip it, and their consecutive places in a payload."""
+
+
+def copy_rows(pieces: Sequence[RowPiece], *, to_host: bool, stream: bool) -> None:
+    """Copy rows of the cache to or from payloads.
+
+    The compiled module copies all pieces in one call, because a thread that returns to Python has to wait for the GIL.
+
+    Args:
+        stream: The batch is larger than the CPU caches: bypass them if supported.
+    """
+    if compiled is not None:
+        calls = [(group.memory, where, payload, group.row_bytes) for group, where, payload in pieces]
+        compiled.copy_all(calls, to_host, stream)
+        return
+    for group, where, payload in pieces:
+        group.copy(where, payload, to_host=to_host)
 
 
 def group_planes(layout: KVLayout) -> list[RowGroup]:
@@ -128,7 +141,7 @@ def gather_with_digest(groups: Sequence[RowGroup], job: CheckedJob, *, stream: b
     for group in groups:
         where = group.table.locate(job.rows, 0, (group.last - group.first) * len(job.rows))
         stop = start + len(where) * group.row_bytes
-        group.copy(where, job.payload[start:stop], to_host=True, stream=stream, digest=state)
+        compiled.copy(group.memory, where, job.payload[start:stop], group.row_bytes, True, stream, state)
         start = stop
     digest: bytes = compiled.finish_digest(state)
     return digest

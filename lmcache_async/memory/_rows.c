@@ -1,6 +1,7 @@
 /* Copies between rows of a paged KV cache and consecutive rows of a payload, without the GIL.
  *
  *     copy(memory, starts, payload, row_bytes, to_payload, stream, digest=None)
+ *     copy_all(pieces, to_payload, stream)
  *     start_digest(num_bytes) -> bytearray
  *     finish_digest(digest) -> bytes
  *
@@ -11,6 +12,9 @@
  * digest      updated with the copied bytes; created by start_digest for the total bytes of all calls that
  *             share it, at least 256. The row size must then be a multiple of 64 bytes, and no row may be
  *             skipped. finish_digest returns the xxh3_128 of all bytes in the order of the copies.
+ *
+ * copy_all makes several copies without taking the GIL in between. pieces is a list of tuples (memory, starts,
+ * payload, row_bytes).
  *
  * ValueError is raised if the arguments do not fit together; nothing is copied then. The source must not
  * overlap the target.
@@ -26,27 +30,44 @@
 
 #include "_xxh3.h"
 
-#define INTERFACE 2 /* increment with each change of the Python interface; also in copies.py */
+#define INTERFACE 3 /* increment with each change of the Python interface; also in copies.py */
 
 #define LINE 64
 #define AHEAD 1024 /* prefetch distance in bytes */
+#define PAGE 4096
+#define PAGES 4 /* pages copied at the same time */
+#define MIN_PAGES_BYTES (2 * PAGES * PAGE) /* for shorter runs this is no faster */
 #define MIN_STREAM_BYTES 1024 /* for shorter runs the unaligned ends cost more than streaming saves */
 
 #if defined(__SSE2__)
-/* n must be a multiple of LINE, and `to` aligned to LINE. */
+static inline void
+stream_line(uint8_t *to, const uint8_t *from)
+{
+    const __m128i *source = (const __m128i *)from;
+    __m128i *target = (__m128i *)to;
+    __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+}
+
+/* n must be a multiple of LINE, and `to` aligned to LINE.
+ *
+ * A processor prefetches within pages, each page for itself. Copying several pages at the same time keeps more
+ * reads in flight, as glibc does for very large copies. */
 static void
 stream_lines(uint8_t *to, const uint8_t *from, size_t n)
 {
+    size_t step = n >= MIN_PAGES_BYTES ? PAGES * PAGE : n + 1;
+    for (; n >= step; n -= step, to += step, from += step)
+        for (size_t line = 0; line < PAGE; line += LINE)
+            for (size_t at = line; at < PAGES * PAGE; at += PAGE)
+                stream_line(to + at, from + at);
     for (size_t at = 0; at < n; at += LINE) {
         _mm_prefetch((const char *)(from + at + AHEAD), _MM_HINT_NTA);
-        const __m128i *source = (const __m128i *)(from + at);
-        __m128i *target = (__m128i *)(to + at);
-        __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
-        __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-        _mm_stream_si128(target, a);
-        _mm_stream_si128(target + 1, b);
-        _mm_stream_si128(target + 2, c);
-        _mm_stream_si128(target + 3, d);
+        stream_line(to + at, from + at);
     }
 }
 #endif
@@ -160,53 +181,131 @@ check_digest(const Digest *digest, const Py_buffer *starts, const Py_buffer *pay
     return 0;
 }
 
-static int
-copy_checked(Py_buffer *memory, const Py_buffer *starts, Py_buffer *payload, Py_ssize_t size, int to_payload,
-             int stream, Py_buffer *state)
+/* The buffers and the row size of one copy. */
+typedef struct {
+    Py_buffer memory, starts, payload;
+    Py_ssize_t size;
+} Piece;
+
+static void
+close_piece(Piece *piece)
 {
-    Digest digest, *used = state == NULL ? NULL : &digest;
-    if (check(memory, starts, payload, size) < 0)
+    PyBuffer_Release(&piece->starts);
+    PyBuffer_Release(&piece->payload);
+    PyBuffer_Release(&piece->memory);
+}
+
+/* Get the buffers of a piece and check them; return -1 with an error set, and without buffers, if they do not fit. */
+static int
+open_piece(Piece *piece, PyObject *memory, PyObject *starts, PyObject *payload, int to_payload)
+{
+    memset(&piece->starts, 0, sizeof piece->starts); /* releasing a buffer of zeros does nothing */
+    memset(&piece->payload, 0, sizeof piece->payload);
+    if (PyObject_GetBuffer(memory, &piece->memory, to_payload ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
         return -1;
-    if (used != NULL && (read_digest(state, used) < 0 || check_digest(used, starts, payload, size) < 0))
+    if (PyObject_GetBuffer(payload, &piece->payload, to_payload ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(starts, &piece->starts, PyBUF_CONTIG_RO) < 0 ||
+        check(&piece->memory, &piece->starts, &piece->payload, piece->size) < 0) {
+        close_piece(piece);
+        return -1;
+    }
+    return 0;
+}
+
+static void
+copy_piece(const Piece *piece, int to_payload, int stream, Digest *digest)
+{
+    copy_rows(piece->memory.buf, piece->payload.buf, piece->starts.buf,
+              piece->starts.len / (Py_ssize_t)sizeof(int64_t), piece->size, to_payload, stream, digest);
+}
+
+static int
+copy_digested(const Piece *piece, int to_payload, int stream, Py_buffer *state)
+{
+    Digest digest;
+    if (read_digest(state, &digest) < 0 || check_digest(&digest, &piece->starts, &piece->payload, piece->size) < 0)
         return -1;
     Py_BEGIN_ALLOW_THREADS
-    copy_rows(memory->buf, payload->buf, starts->buf, starts->len / (Py_ssize_t)sizeof(int64_t), size,
-              to_payload, stream, used);
+    copy_piece(piece, to_payload, stream, &digest);
     Py_END_ALLOW_THREADS
-    if (used != NULL)
-        memcpy(state->buf, used, sizeof *used);
+    memcpy(state->buf, &digest, sizeof digest);
     return 0;
 }
 
 static PyObject *
 rows_copy(PyObject *module, PyObject *arguments)
 {
-    PyObject *memory_object, *starts_object, *payload_object, *digest_object = Py_None;
-    Py_buffer memory, starts, payload, digest;
-    Py_ssize_t size;
+    PyObject *memory, *starts, *payload, *digest = Py_None;
+    Py_buffer state;
+    Piece piece;
     int to_payload, stream, error = -1;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOOnpp|O:copy", &memory_object, &starts_object, &payload_object, &size,
-                          &to_payload, &stream, &digest_object))
+    if (!PyArg_ParseTuple(arguments, "OOOnpp|O:copy", &memory, &starts, &payload, &piece.size, &to_payload,
+                          &stream, &digest))
         return NULL;
-    if (PyObject_GetBuffer(memory_object, &memory, to_payload ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+    if (open_piece(&piece, memory, starts, payload, to_payload) < 0)
         return NULL;
-    if (PyObject_GetBuffer(payload_object, &payload, to_payload ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
-        goto no_payload;
-    if (PyObject_GetBuffer(starts_object, &starts, PyBUF_CONTIG_RO) < 0)
-        goto no_starts;
-    if (digest_object == Py_None) {
-        error = copy_checked(&memory, &starts, &payload, size, to_payload, stream, NULL);
-    } else if (PyObject_GetBuffer(digest_object, &digest, PyBUF_WRITABLE) == 0) {
-        error = copy_checked(&memory, &starts, &payload, size, to_payload, stream, &digest);
-        PyBuffer_Release(&digest);
+    if (digest == Py_None) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_piece(&piece, to_payload, stream, NULL);
+        Py_END_ALLOW_THREADS
+        error = 0;
+    } else if (PyObject_GetBuffer(digest, &state, PyBUF_WRITABLE) == 0) {
+        error = copy_digested(&piece, to_payload, stream, &state);
+        PyBuffer_Release(&state);
     }
-    PyBuffer_Release(&starts);
-no_starts:
-    PyBuffer_Release(&payload);
-no_payload:
-    PyBuffer_Release(&memory);
+    close_piece(&piece);
     return error < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* Open the piece of a tuple (memory, starts, payload, row_bytes). */
+static int
+open_tuple(Piece *piece, PyObject *tuple, int to_payload)
+{
+    PyObject *memory, *starts, *payload;
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "a piece is a tuple (memory, starts, payload, row_bytes)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(tuple, "OOOn:copy_all", &memory, &starts, &payload, &piece->size))
+        return -1;
+    return open_piece(piece, memory, starts, payload, to_payload);
+}
+
+static PyObject *
+rows_copy_all(PyObject *module, PyObject *arguments)
+{
+    PyObject *list;
+    int to_payload, stream;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!pp:copy_all", &PyList_Type, &list, &to_payload, &stream))
+        return NULL;
+    Py_ssize_t count = PyList_Size(list), opened = 0;
+    Piece *pieces = PyMem_Calloc(count > 0 ? (size_t)count : 1, sizeof *pieces);
+    if (pieces == NULL)
+        return PyErr_NoMemory();
+    /* Getting a buffer may run Python code, which might change the list. */
+    while (opened < count && opened < PyList_Size(list)) {
+        PyObject *tuple = Py_NewRef(PyList_GetItem(list, opened));
+        int error = open_tuple(&pieces[opened], tuple, to_payload);
+        Py_DECREF(tuple);
+        if (error < 0)
+            break;
+        opened++;
+    }
+    int complete = opened == count;
+    if (complete) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t at = 0; at < count; at++)
+            copy_piece(&pieces[at], to_payload, stream, NULL);
+        Py_END_ALLOW_THREADS
+    } else if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_RuntimeError, "the list of pieces changed during the call");
+    }
+    while (opened > 0)
+        close_piece(&pieces[--opened]);
+    PyMem_Free(pieces);
+    return complete ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *
@@ -250,6 +349,7 @@ rows_finish_digest(PyObject *module, PyObject *argument)
 
 static PyMethodDef methods[] = {
     {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and a payload; see _rows.c."},
+    {"copy_all", rows_copy_all, METH_VARARGS, "Copy the rows of several pieces; see _rows.c."},
     {"start_digest", rows_start_digest, METH_O, "Start a digest of this number of bytes; see _rows.c."},
     {"finish_digest", rows_finish_digest, METH_O, "Return the xxh3_128 of the copied bytes; see _rows.c."},
     {NULL, NULL, 0, NULL},

@@ -8,7 +8,7 @@ import numpy as np
 
 from lmcache_async.memory.buffer import Bytes
 
-INTERFACE = 2
+INTERFACE = 3
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
 compiled: ModuleType | None

@@ -20,6 +20,7 @@ from lmcache_async.memory.copies import compiled
 
 COMPILED = [] if compiled is None else [compiled]
 needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
+needs_copy_all = pytest.mark.parametrize("copy_all", [way.copy_all for way in COMPILED])
 HAS_COMPILER = bool(shutil.which("cc") and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists())
 
 
@@ -34,7 +35,9 @@ def noise(size, seed):
 @needs_module
 @given(
     data=st.data(),
-    size=st.one_of(st.integers(1, 200), st.sampled_from([1023, 1024, 1025, 1088, 2048, 5000])),
+    size=st.one_of(
+        st.integers(1, 200), st.sampled_from([1023, 1024, 1025, 1088, 2048, 5000, 16384, 16500, 33000])
+    ),
     shift=st.integers(0, 70),
     stream=st.booleans(),
     to_payload=st.booleans(),
@@ -138,6 +141,74 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     assert np.array_equal(memory, payload)
 
 
+@needs_copy_all
+@given(
+    sizes=st.lists(st.sampled_from([1, 64, 1024, 20000]), max_size=4),
+    stream=st.booleans(),
+    to_payload=st.booleans(),
+)
+def test_several_pieces_are_copied_in_one_call(copy_all, sizes, stream, to_payload):
+    memory = noise(3 * sum(sizes), 1)
+    payloads = [noise(2 * size, seed) for seed, size in enumerate(sizes, 2)]
+    edges = np.cumsum([0, *sizes]) * 3
+    starts = [np.array([edge + 2 * size, edge], np.int64) for edge, size in zip(edges, sizes, strict=False)]
+    expected_memory = memory.copy()
+    expected_payloads = [payload.copy() for payload in payloads]
+    for size, places, payload in zip(sizes, starts, expected_payloads, strict=True):
+        for row, place in enumerate(places.tolist()):
+            part, here = slice(row * size, (row + 1) * size), slice(place, place + size)
+            if to_payload:
+                payload[part] = memory[here]
+            else:
+                expected_memory[here] = payload[part]
+
+    pieces = [(memory, *each) for each in zip(starts, payloads, sizes, strict=True)]
+    copy_all(pieces, to_payload, stream)
+
+    assert np.array_equal(memory, expected_memory)
+    assert all(map(np.array_equal, payloads, expected_payloads))
+    references = sys.getrefcount(memory)
+    copy_all(pieces, to_payload, stream)
+    assert sys.getrefcount(memory) == references
+
+
+@needs_copy_all
+def test_one_piece_that_does_not_fit_stops_all(copy_all):
+    memory, payload = noise(100, 1), np.zeros(8, np.uint8)
+    good = (memory, np.zeros(1, np.int64), payload, 8)
+    references = sys.getrefcount(memory)
+
+    with pytest.raises(ValueError, match="row 0, at 93, ends beyond the 100 bytes of memory"):
+        copy_all([good, (memory, np.array([93]), np.zeros(8, np.uint8), 8)], True, False)
+    with pytest.raises(TypeError, match="a piece is a tuple"):
+        copy_all([good, list(good)], True, False)
+    with pytest.raises(TypeError, match="takes exactly 4 arguments"):
+        copy_all([good, good[:3]], True, False)
+    with pytest.raises(TypeError, match="must be list"):
+        copy_all((good,), True, False)
+
+    assert not payload.any()
+    assert sys.getrefcount(memory) == references
+
+
+@needs_copy_all
+def test_a_list_that_changes_during_the_call_is_refused(copy_all):
+    """The `__index__` of a row size runs Python code while the pieces are read."""
+
+    class Shortens:
+        def __index__(self):
+            del pieces[1:]
+            return 8
+
+    payload = np.zeros(8, np.uint8)
+    rest = (noise(100, 1), np.zeros(1, np.int64), payload)
+    pieces = [(*rest, Shortens()), (*rest, 8)]
+
+    with pytest.raises(RuntimeError, match="changed during the call"):
+        copy_all(pieces, True, False)
+    assert not payload.any()
+
+
 @pytest.mark.parametrize("to_host", [False, True])
 def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatch, to_host):
     monkeypatch.setattr(rows, "compiled", None)
@@ -148,7 +219,7 @@ def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatc
     monkeypatch.setattr(group, "_copy_small", lambda *_, **__: pytest.fail("copied row by row"))
     second, first = np.arange(per_run) * size, (np.arange(per_run) + 2 * per_run) * size
 
-    group.copy(np.concatenate((first, second)), payload, to_host=to_host, stream=False)
+    group.copy(np.concatenate((first, second)), payload, to_host=to_host)
 
     runs = np.concatenate([memory[each[0] : each[-1] + size] for each in (first, second)])
     assert np.array_equal(payload, runs)
