@@ -364,5 +364,11 @@ class Reference:
         assert self._engine.call("reset", connector=False)
         return [self._engine.ask(question) for question in questions]
 
+    def together(self, questions: Sequence[Question]) -> tuple[list[Answer], list[Answer]]:
+        """Return the answers to questions asked at the same time, with an empty cache and again with its hits."""
+        assert self._engine.call("reset", connector=False)
+        alone = [self._alone(question) for question in questions]
+        return self._engine.ask_all(alone), self._engine.ask_all(alone)
+
     def _alone(self, question: Question) -> Question:
         return replace(question, cache_salt="", params=None)
