@@ -280,8 +280,10 @@ def preemption(campaign: Campaign, outcome: Outcome) -> None:
                 for what in ("cold", "warm"):
                     rounds[what] = engine.ask_all_watched(asked)
                     engine.settle()
-            with campaign.plain(**few) as reference:
-                right_in_batch = campaign.in_batch(reference, asked)
+            right_in_batch: Sequence[list[Answer]] = ()
+            if campaign.family.rounds:
+                with campaign.plain(**few) as reference:
+                    right_in_batch = campaign.in_batch(reference, asked)
         except EngineError as error:
             if "KV cache" in reason_of(str(error)):  # too few for vLLM to start
                 break
