@@ -97,7 +97,7 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 endif
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
-	@echo "== lmcache-async, editable, with its compiled module if there is a C compiler"
+	@echo "== lmcache-async, editable, with its compiled modules if there is a C compiler"
 	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

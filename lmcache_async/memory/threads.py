@@ -159,7 +159,9 @@ async def wait_done(*work: asyncio.Future[Any]) -> None:
             await asyncio.wait(pending)
 
 
-async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
+async def wait_ended(
+    *calls: Future[Any], abandon: bool = False, on_cancel: Callable[[], object] | None = None
+) -> None:
     """Wait until calls that were submitted to a pool have ended. Their outcomes are not raised.
 
     If cancelled, calls that no thread has begun are withdrawn (`Future.cancelled()`). Calls that have begun are
@@ -168,6 +170,7 @@ async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
     Args:
         calls: The futures of the calls.
         abandon: If cancelled, do not wait for calls that have begun. They must not use memory of the caller.
+        on_cancel: Called when cancelled, before the wait for calls that have begun. May shorten them.
     """
     if not calls:
         return
@@ -194,6 +197,8 @@ async def wait_ended(*calls: Future[Any], abandon: bool = False) -> None:
     try:
         await asyncio.wait([ended])
     except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
         withdrawn = [call.cancel() for call in calls]
         if not (abandon or all(withdrawn)):
             await wait_done(ended)

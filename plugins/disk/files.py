@@ -7,6 +7,7 @@ traceback would keep views of a slab alive.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import errno
 import heapq
@@ -14,9 +15,10 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError, TierUnavailableError
@@ -27,6 +29,14 @@ from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk.directory import QUARANTINE_FOLDER, QUARANTINE_NAME, RecordDirectory
 from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey
+
+compiled: ModuleType | None
+try:
+    from lmcache_async.plugins.disk import _publish
+
+    compiled = _publish
+except ImportError:  # installed where there was no C compiler
+    compiled = None
 
 READ_PIECE_BYTES = 2 << 20
 """Large enough for the full speed of the disk, small enough for a record of 8 MiB to occupy four threads."""
@@ -78,6 +88,8 @@ class RecordFiles:
                 for name in tuple(self._undeleted):
                     # If this fails, nothing is written: such files must not accumulate.
                     self._delete_failed(name)
+            if self._publish_at_once(key, view, stamp):
+                return None
             name = self._directory.temporary_name(key)
             try:
                 descriptor = self._create(name)
@@ -221,6 +233,21 @@ class RecordFiles:
         with self._directory.folder_of(key) as (folder, name):
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
+    def _publish_at_once(self, key: ChunkKey, view: memoryview, stamp: int) -> bool:
+        """Write and publish a record by the compiled module, if that is possible. Return whether it is published."""
+        if compiled is None or self._fsync:
+            return False
+        name = self._directory.temporary_name(key)
+        folder, record = self._directory.record_name(key).split("/")
+        error, created = compiled.publish_file(
+            self._directory.fd, name, self._flags, view, stamp, folder, record
+        )
+        if created and error:
+            self._discard(name)
+        if error not in (0, errno.ENOENT):  # ENOENT: the directory was deleted
+            raise OSError(error, os.strerror(error), name)
+        return not error
+
     def _create(self, name: str) -> int:
         flags = self._flags | os.O_WRONLY | os.O_CREAT | os.O_EXCL
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd)
@@ -248,6 +275,38 @@ class RecordFiles:
         if shard not in self._durable_folders:  # another thread or an earlier process may have created it
             os.fsync(self._directory.fd)
             self._durable_folders.add(shard)
+
+
+class WriteBatch:
+    """Records that several threads write, each record by one thread.
+
+    Args:
+        records: By position, the arguments of `RecordFiles.write`.
+
+    Attributes:
+        outcomes: By position, None if the record is published, or why it is not. A record that no thread has begun has
+            no outcome.
+    """
+
+    def __init__(self, files: RecordFiles, records: Mapping[int, tuple[ChunkKey, memoryview, int]]) -> None:
+        self.outcomes: dict[int, Failure | None] = {}
+        self._files = files
+        self._left = collections.deque(records.items())
+
+    def __len__(self) -> int:
+        """Return the number of records that no thread has begun."""
+        return len(self._left)
+
+    def run(self) -> None:
+        """Write records until all are begun. Called in each thread."""
+        with contextlib.suppress(IndexError):
+            while True:
+                position, record = self._left.popleft()
+                self.outcomes[position] = self._files.write(*record)
+
+    def withdraw(self) -> None:
+        """Leave out the records that no thread has begun."""
+        self._left.clear()
 
 
 class ReadBatch:

@@ -37,21 +37,23 @@ from lmcache_async.plugins.disk.files import (
     Failure,
     RecordFiles,
     RecordReads,
+    WriteBatch,
     too_long,
 )
-from lmcache_async.plugins.disk.index import DiskIndex, Entry, KeyLocks
+from lmcache_async.plugins.disk.index import DiskIndex, Entry, KeyLocks, Reservation
 from lmcache_async.plugins.disk.offline import DiskRecords
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, ScrubReport, TierStatistics
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.diagnosis import Check
 from lmcache_async.tiers.offline import OfflineOptions, OfflineStore, StoredRecord
-from lmcache_async.tiers.results import no_memory, read_results, run_each
+from lmcache_async.tiers.results import drop_tracebacks, no_memory, read_results, run_each
 from lmcache_async.types import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 _UNBOUNDED = 1 << 62  # a directory named without its config has no limit
 _DELETE_BATCH = 256  # records deleted by a thread in one call
+_WRITE_BATCH = 64  # records for which room is made together
 
 
 class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
@@ -116,17 +118,8 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
-        results: list[TierError | None] = [None] * len(items)
         with self._call() as store:
-
-            async def write(position: int) -> None:
-                try:
-                    await store.write(*items[position])
-                except TierError as error:
-                    results[position] = error
-
-            # Enough concurrent writes to keep all threads busy.
-            await run_each(range(len(items)), write, min(len(items), 4 * self.config.io_threads))
+            results = await store.write(items)
             store.index.policy.touch_each([key for key, _ in items])
         return results
 
@@ -228,6 +221,7 @@ class RecordStore:
         self.closing = asyncio.Event()
         self._max_record_bytes = max_record_bytes
         self._threads = threads
+        self._num_threads = config.io_threads
         self._files = RecordFiles(
             directory,
             direct=detect_direct(directory, config.odirect),
@@ -360,29 +354,86 @@ class RecordStore:
             except TierError as failure:
                 results[position] = failure
 
-    async def write(self, key: ChunkKey, buffer: Buffer) -> None:
-        """Publish the record unless it exists. A running write of the same key is awaited first.
+    async def write(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
+        """Publish the records that do not exist. A running write of the same key is awaited first.
 
-        Raises:
-            TierFullError: There is no room for it.
-            TierUnavailableError: The file cannot be written.
-            ChunkCorruptError: The bytes are not a record of that length.
+        Returns:
+            For each record, None or the error: TierFullError, there is no room for it; TierUnavailableError, the file
+            cannot be written; ChunkCorruptError, the bytes are not a record of that length.
         """
-        async with self._locks.locked(key):
-            if await self._exists(key):
-                return
-            view = buffer.padded_view
-            error = await self._write(key, view)
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                # The file system has less room than `max_bytes`: evict the size of the record, and try once more.
-                with contextlib.suppress(TierFullError):  # nothing can be evicted
-                    error = await self._write(key, view, evict_bytes=len(view))
-        if error is None:
-            return
-        if isinstance(error, TierError):
-            raise error
-        kind = TierFullError if error.errno in NO_SPACE else TierUnavailableError
-        raise kind(f"cannot write {self._path(key)}: {error}") from error
+        results: list[TierError | None] = [None] * len(items)
+        rest = await self._write_new(items, results)
+
+        async def write(position: int) -> None:
+            key, buffer = items[position]
+            try:
+                async with self._locks.locked(key):
+                    if not await self._exists(key):
+                        results[position] = await self._write_alone(key, buffer.padded_view, rest[position])
+            except TierError as error:
+                results[position] = error
+
+        # Enough concurrent writes to keep all threads busy.
+        await run_each(rest, write, min(len(rest), 4 * self._num_threads))
+        return results
+
+    async def _write_new(
+        self, items: Sequence[tuple[ChunkKey, Buffer]], results: list[TierError | None]
+    ) -> dict[int, Failure | None]:
+        """Write the records that are not known, many at a time, which takes less of the event loop than single ones.
+
+        Returns:
+            Positions of the records that are left: None for those that may exist or are being written, otherwise why the
+            file system had no room.
+        """
+        rest: dict[int, Failure | None] = {}
+        left = collections.deque(range(len(items)))
+        while left:
+            batch: dict[ChunkKey, int] = {}
+            while left and len(batch) < _WRITE_BATCH:
+                key, position = items[left[0]][0], left.popleft()
+                if key in batch or key in self._locks or key in self.index:
+                    rest[position] = None
+                else:
+                    batch[key] = position
+            if not batch:
+                break
+            with self._locks.locked_now(batch):
+                outcomes = await self._write([(key, items[at][1].padded_view) for key, at in batch.items()])
+            positions = list(batch.values())
+            left.extendleft(reversed(positions[len(outcomes) :]))
+            for position, outcome in zip(positions, outcomes, strict=False):
+                if _is_no_space(outcome):
+                    rest[position] = outcome
+                elif outcome is not None:
+                    results[position] = self._write_error(items[position][0], outcome)
+        return rest
+
+    async def _write_alone(
+        self, key: ChunkKey, view: memoryview, outcome: Failure | None
+    ) -> TierError | None:
+        """Write one record.
+
+        If the file system has less room than `max_bytes`, evict the size of the record and try once more.
+
+        Args:
+            outcome: Why an attempt has failed; None if there was none.
+        """
+        if outcome is None:
+            [outcome] = await self._write([(key, view)])
+        if _is_no_space(outcome):
+            [evicted] = await self._write([(key, view)], evict_bytes=len(view))
+            if not isinstance(evicted, TierFullError):  # otherwise nothing can be evicted
+                outcome = evicted
+        return None if outcome is None else self._write_error(key, outcome)
+
+    def _write_error(self, key: ChunkKey, failure: Failure) -> TierError:
+        if isinstance(failure, TierError):
+            return failure
+        kind = TierFullError if _is_no_space(failure) else TierUnavailableError
+        error = kind(f"cannot write {self._path(key)}: {failure}")
+        error.__cause__ = failure
+        return error
 
     async def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete records. Return the number of those that existed.
@@ -499,39 +550,71 @@ class RecordStore:
         self.index.report_removed([key])
         return False
 
-    async def _write(self, key: ChunkKey, view: memoryview, *, evict_bytes: int = 0) -> Failure | None:
-        """Make room, write and publish the record. After a failure no part of it is left.
+    async def _write(
+        self, records: Sequence[tuple[ChunkKey, memoryview]], *, evict_bytes: int = 0
+    ) -> list[Failure | None]:
+        """Make room for new records, whose keys are locked by the caller, then write and publish them.
 
-        Raises:
-            TierFullError: There is no room, and not enough can be evicted.
+        Returns:
+            Outcomes of the leading records for which there is room together, at least of the first. After a failure no
+            part of a record is left.
         """
-        reservation = self.index.reserve(key, len(view), busy=self._locks, evict_bytes=evict_bytes)
-        victims = tuple(reservation.victims)
-        undeletable = tuple(each for each in self.index.undeletable if each not in self._locks)
-        room: Future[tuple[frozenset[ChunkKey], Failure | None]] | None = None
-        written: Future[Failure | None] | None = None
-        with self._locks.locked_now([*victims, *undeletable]):
+        reservations: list[Reservation] = []
+        for key, view in records:
             try:
+                reserved = self.index.reserve(key, len(view), busy=self._locks, evict_bytes=evict_bytes)
+            except TierFullError as error:
+                if not reservations:
+                    return [drop_tracebacks(error)]
+                break
+            reservations.append(reserved)
+        victims = [victim for reservation in reservations for victim in reservation.victims]
+        left = frozenset(victims)  # of which the files are not deleted
+        written: dict[int, Failure | None] = {}
+        failure: Failure | None = None  # why the other records are not written
+        try:
+            undeletable = [each for each in self.index.undeletable if each not in self._locks]
+            with self._locks.locked_now([*victims, *undeletable]):
                 if victims or undeletable:
                     room = self._threads.start(
                         self._files.delete, (*undeletable, *victims), pool=self._threads.deletions
                     )
-                    await wait_ended(room)
-                    left, error = room.result()
-                    if error is not None and not left.isdisjoint(victims):
-                        return error
-                written = self._threads.start(self._files.write, key, view, reservation.entry.stamp)
-                await wait_ended(written)
-                return written.result()
-            finally:
-                left = frozenset(victims)
-                if room is not None and _succeeded(room):
-                    left, _ = room.result()
-                    self.index.drop_undeletable([each for each in undeletable if each not in left])
-                if written is not None and _succeeded(written) and written.result() is None:
+                    try:
+                        await wait_ended(room)
+                    finally:
+                        if _succeeded(room):
+                            left, failure = room.result()
+                            self.index.drop_undeletable([each for each in undeletable if each not in left])
+                    _check_ended(room)
+                batch = WriteBatch(
+                    self._files,
+                    {
+                        at: (*records[at], reservation.entry.stamp)
+                        for at, reservation in enumerate(reservations)
+                        if left.isdisjoint(reservation.victims)
+                    },
+                )
+                written = batch.outcomes
+                await self._run(batch)
+        except TierError as error:  # no thread can be started
+            failure = drop_tracebacks(error)
+        finally:
+            for at, reservation in enumerate(reservations):
+                if written.get(at, reservation) is None:
                     self.index.commit(reservation)
                 else:
                     self.index.cancel(reservation, left=left)
+        return [written.get(at, failure) for at in range(len(reservations))]
+
+    async def _run(self, batch: WriteBatch) -> None:
+        """Write the records of a batch in several threads. If cancelled, those that a thread has begun are written."""
+        calls: list[Future[None]] = []
+        try:
+            calls += [self._threads.start(batch.run) for _ in range(min(self._num_threads, len(batch)))]
+        finally:  # if a call cannot be started, those before it still use the records
+            await wait_ended(*calls, on_cancel=batch.withdraw)
+        for call in calls:
+            _check_ended(call)
 
     async def _delete(self, keys: Sequence[ChunkKey]) -> int:
         deleted, error = await self._remove(keys, self._files.delete, self.index.restore)
@@ -605,6 +688,18 @@ def _warn_if_shared(directory: RecordDirectory) -> None:
 def _close_directory(future: Future[RecordStore]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result().directory.close()
+
+
+def _is_no_space(failure: Failure | None) -> bool:
+    """Whether the file system has no room, which may be less than `max_bytes`."""
+    return isinstance(failure, OSError) and failure.errno in NO_SPACE
+
+
+def _check_ended(future: Future[Any]) -> None:
+    """Raise the exception of a call, or TierClosedError if closing the tier has cancelled it."""
+    if future.cancelled():
+        raise TierClosedError("the disk tier was closed before the record was written")
+    future.result()
 
 
 def _succeeded(future: Future[Any]) -> bool:

@@ -124,8 +124,9 @@ def test_the_wheel_contains_the_package_with_stages_plugins_page_and_licence_and
     assert {name for name in top if not name.endswith(".dist-info")} == {"lmcache_async"}
 
 
-def test_the_wheel_has_the_compiled_module_for_every_later_python(wheel: zipfile.Path) -> None:
-    assert ("lmcache_async/memory/_rows.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
+def test_the_wheel_has_the_compiled_modules_for_every_later_python(wheel: zipfile.Path) -> None:
+    for module in ("memory/_rows", "plugins/disk/_publish"):
+        assert (f"lmcache_async/{module}.abi3.so" in wheel.root.namelist()) == HAS_COMPILER
     tag = "-cp311-abi3-linux_" if HAS_COMPILER else "-py3-none-any"
     assert tag in Path(str(wheel.root.filename)).name
 

@@ -16,6 +16,7 @@ from lmcache_async.errors import TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.testing.records import SLAB_BYTES, check_record, key_of, record, small_arena
 from tests.support.forks import say, serve
 from tests.support.processes import open_fds
@@ -271,6 +272,7 @@ def end_while_stuck(path: str) -> None:
         handle = handle_of(DiskTier(DiskConfig(path=path, max_bytes=1 << 20)), timeout_s=0.05)
         arena = small_arena(1)
         async with handle:
+            disk_files.compiled = None
             os.pwrite = lambda *_: threading.Event().wait()  # type: ignore[assignment]
             with record(arena, 1) as buffer:
                 [error] = await handle.put([(key_of(1), buffer)])

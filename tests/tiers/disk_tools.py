@@ -14,6 +14,7 @@ from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.base import Allocate
+from tests.support.gates import Gate
 
 RECORD_BYTES = pages(FORMAT.record_bytes(5000))
 
@@ -51,10 +52,17 @@ async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
     return True
 
 
+def gate_of(monkeypatch: pytest.MonkeyPatch, name: str, *, shut: bool = False) -> Gate:
+    """Return a gate in front of an os function. Records are written by single calls from Python."""
+    monkeypatch.setattr(disk_files, "compiled", None)
+    return Gate(monkeypatch, os, name, shut=shut)
+
+
 class FailingCall:
-    """A replacement of an os function that fails on request."""
+    """A replacement of an os function that fails on request. Records are written by single calls from Python."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setattr(disk_files, "compiled", None)
         self.error = 0
         self.times = 0
         real = getattr(os, name)

@@ -33,9 +33,18 @@ from lmcache_async.testing.machines import TierMachine
 from lmcache_async.testing.machines.tier import LENGTHS
 from lmcache_async.testing.records import FORMAT, key_of, record
 from lmcache_async.types import ChunkKey
-from tests.support.gates import Gate
 from tests.support.thorough import machine_settings
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, files_in, get, path_of, put, turns
+from tests.tiers.disk_tools import (
+    RECORD_BYTES,
+    FailingCall,
+    bytes_in,
+    files_in,
+    gate_of,
+    get,
+    path_of,
+    put,
+    turns,
+)
 
 
 def edit_file(root: Path, key: ChunkKey, edit: Callable[[bytes], bytes]) -> bool:
@@ -160,7 +169,7 @@ async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, 
         shutil.rmtree(config.root)
         monkeypatch.setattr(RecordDirectory, "prepare", prepare_together)
 
-        records = [(key_of(number), record(arena, number)) for number in (1, 2)]
+        records = [(key_of(number), record(arena, number)) for number in (2, 3)]
         results = await tier.put_many(records)
         for _, buffer in records:
             buffer.release()
@@ -421,7 +430,7 @@ async def test_a_path_that_is_a_file_is_an_error_with_its_name(tmp_path):
 async def test_a_cancelled_put_ends_with_its_thread_and_its_records_stay(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, os, "pwrite")
+    gate = gate_of(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         buffer = record(arena, 1)
         gate.shut()
@@ -446,7 +455,7 @@ async def test_a_cancelled_put_ends_with_its_thread_and_its_records_stay(
 
 
 async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, os, "pwrite")
+    gate = gate_of(monkeypatch, "pwrite")
     config = config.model_copy(update={"io_threads": 1, "max_bytes": 2 * RECORD_BYTES})
     async with DiskTier(config) as tier:
         first, second = record(arena, 1), record(arena, 2)
@@ -473,7 +482,7 @@ async def test_a_cancelled_put_that_no_thread_has_begun_writes_nothing(config, a
 async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, os, "preadv")
+    gate = gate_of(monkeypatch, "preadv")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
         for call in (
@@ -496,7 +505,7 @@ async def test_a_cancelled_get_keeps_its_buffer_until_the_thread_has_ended(
 async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, os, "preadv")
+    gate = gate_of(monkeypatch, "preadv")
     async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
         await put(tier, arena, *range(6))
         gate.shut()
@@ -515,7 +524,7 @@ async def test_a_cancelled_get_releases_the_buffers_that_no_thread_reads_at_once
 async def test_a_chunk_being_read_is_not_evicted_and_survives_its_removal(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, os, "preadv")
+    gate = gate_of(monkeypatch, "preadv")
     async with DiskTier(config.model_copy(update={"max_bytes": RECORD_BYTES})) as tier:
         await put(tier, arena, 1)
         gate.shut()

@@ -14,13 +14,13 @@ import pytest
 
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk import files as disk_files
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
 from tests.support.forks import REPOSITORY
-from tests.support.gates import Gate
 from tests.support.processes import open_fds
 from tests.support.tiers import handle_of
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, put, turns
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ async def test_a_read_only_disk_serves_its_records_and_stores_again_when_writabl
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         fds = open_fds()
+        monkeypatch.setattr(disk_files, "compiled", None)
         monkeypatch.setattr(os, "open", refuse_writers)
         for name in ("unlink", "replace", "utime", "mkdir"):
             FailingCall(monkeypatch, name).fail(errno.EROFS, times=1_000_000)
@@ -131,7 +132,7 @@ async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_whe
 async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_moves(
     config, arena, allocate, monkeypatch, call
 ):
-    gate = Gate(monkeypatch, os, call)
+    gate = gate_of(monkeypatch, call)
     config = config.model_copy(update={"io_threads": 2})
     inner = DiskTier(config)
     handle = handle_of(inner, timeout_s=0.05)
@@ -173,7 +174,7 @@ async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_mov
 
 
 async def test_a_cancelled_closing_keeps_the_lock_until_hanging_calls_have_ended(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, os, "pwrite")
+    gate = gate_of(monkeypatch, "pwrite")
     tier = DiskTier(config)
     await tier.__aenter__()
     buffer = record(arena, 1)
@@ -212,7 +213,7 @@ def test_the_interpreter_ends_although_a_call_is_stuck(tmp_path):
 
 
 async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(config, arena, monkeypatch):
-    gate = Gate(monkeypatch, os, "pwrite")
+    gate = gate_of(monkeypatch, "pwrite")
     tier = DiskTier(config.model_copy(update={"io_threads": 1}))
     await tier.__aenter__()
     with record(arena, 1) as first, record(arena, 2) as second:
@@ -238,7 +239,7 @@ async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays
 
 
 async def test_a_cancelled_opening_releases_the_lock_when_it_has_ended(config, monkeypatch):
-    gate = Gate(monkeypatch, os, "scandir", shut=True)
+    gate = gate_of(monkeypatch, "scandir", shut=True)
     opening = asyncio.ensure_future(DiskTier(config).__aenter__())
     await gate.reached()
     opening.cancel()

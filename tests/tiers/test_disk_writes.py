@@ -17,7 +17,7 @@ from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import index as disk_index
 from lmcache_async.testing.records import key_of, record
 from tests.support.gates import Gate
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, get, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, put, turns
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def put_that_waits_for_room(
 
 
 async def test_while_room_is_made_for_one_record_others_are_read(config, arena, allocate, monkeypatch):
-    gate = Gate(monkeypatch, os, "unlink")
+    gate = gate_of(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         assert await get(tier, allocate, 2)  # in the only thread, which also writes
         assert not await tier.contains(key_of(1))
@@ -59,7 +59,7 @@ async def test_while_room_is_made_for_one_record_others_are_read(config, arena, 
 async def test_a_put_cancelled_while_room_is_made_waits_for_the_deletions_end(
     config, arena, allocate, monkeypatch
 ):
-    gate = Gate(monkeypatch, os, "unlink")
+    gate = gate_of(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         task.cancel()
         await turns()
@@ -74,7 +74,7 @@ async def test_a_put_cancelled_while_room_is_made_waits_for_the_deletions_end(
 
 
 async def test_a_put_cancelled_before_its_room_is_made_deletes_nothing(config, arena, allocate, monkeypatch):
-    gate = Gate(monkeypatch, os, "unlink")
+    gate = gate_of(monkeypatch, "unlink")
     async with put_that_waits_for_room(config, arena, gate) as (tier, first):
         with record(arena, 4) as buffer:
             second = asyncio.create_task(tier.put(key_of(4), buffer))
@@ -93,7 +93,7 @@ async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the
     config, arena, allocate, monkeypatch
 ):
     # Otherwise closing the tier would block the event loop until the thread has ended.
-    gate = Gate(monkeypatch, os, "stat")
+    gate = gate_of(monkeypatch, "stat")
     monkeypatch.setattr(aiofiles.os, "stat", aiofiles.os.wrap(os.stat))
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
@@ -112,7 +112,7 @@ async def test_a_put_cancelled_while_a_thread_looks_for_the_record_waits_for_the
 
 
 async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(config, arena, monkeypatch):
-    gate, replace = Gate(monkeypatch, os, "unlink"), FailingCall(monkeypatch, "replace")
+    gate, replace = gate_of(monkeypatch, "unlink"), FailingCall(monkeypatch, "replace")
     async with put_that_waits_for_room(config, arena, gate) as (tier, task):
         replace.fail(5)
         gate.open()
@@ -125,7 +125,7 @@ async def test_after_a_write_that_failed_its_victim_is_gone_and_counted_as_gone(
 
 async def test_a_read_does_not_wait_for_a_write_to_set_the_time_of_use(config, arena, allocate, monkeypatch):
     monkeypatch.setattr(disk_index, "STAMP_AGE_NS", -1)  # every read sets it
-    gate = Gate(monkeypatch, os, "pwrite")
+    gate = gate_of(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1)
         with record(arena, 2) as buffer:
