@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError, TierUnavailableError
@@ -30,13 +29,13 @@ from lmcache_async.plugins.disk.directory import QUARANTINE_FOLDER, QUARANTINE_N
 from lmcache_async.tiers.results import drop_tracebacks
 from lmcache_async.types import ChunkKey
 
-compiled: ModuleType | None
+publish_file: Callable[..., tuple[int, bool]] | None
 try:
-    from lmcache_async.plugins.disk import _publish
-
-    compiled = _publish
+    from lmcache_async.plugins.disk._publish import publish_file as compiled
 except ImportError:  # installed where there was no C compiler
-    compiled = None
+    publish_file = None
+else:
+    publish_file = compiled
 
 READ_PIECE_BYTES = 2 << 20
 """Large enough for the full speed of the disk, small enough for a record of 8 MiB to occupy four threads."""
@@ -235,13 +234,11 @@ class RecordFiles:
 
     def _publish_at_once(self, key: ChunkKey, view: memoryview, stamp: int) -> bool:
         """Write and publish a record by the compiled module, if that is possible. Return whether it is published."""
-        if compiled is None or self._fsync:
+        if publish_file is None or self._fsync:
             return False
         name = self._directory.temporary_name(key)
         folder, record = self._directory.record_name(key).split("/")
-        error, created = compiled.publish_file(
-            self._directory.fd, name, self._flags, view, stamp, folder, record
-        )
+        error, created = publish_file(self._directory.fd, name, self._flags, view, stamp, folder, record)
         if created and error:
             self._discard(name)
         if error not in (0, errno.ENOENT):  # ENOENT: the directory was deleted

@@ -43,7 +43,7 @@ def run(call: int, arguments: list[str]) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    disk_files.compiled = None  # records are written by single calls from Python
+    disk_files.publish_file = None  # records are written by single calls from Python
     die_at(call)
     app(arguments, standalone_mode=False)
 

@@ -272,7 +272,7 @@ def end_while_stuck(path: str) -> None:
         handle = handle_of(DiskTier(DiskConfig(path=path, max_bytes=1 << 20)), timeout_s=0.05)
         arena = small_arena(1)
         async with handle:
-            disk_files.compiled = None
+            disk_files.publish_file = None
             os.pwrite = lambda *_: threading.Event().wait()  # type: ignore[assignment]
             with record(arena, 1) as buffer:
                 [error] = await handle.put([(key_of(1), buffer)])

@@ -54,7 +54,7 @@ async def get(tier: DiskTier, allocate: Allocate, number: int) -> bool:
 
 def gate_of(monkeypatch: pytest.MonkeyPatch, name: str, *, shut: bool = False) -> Gate:
     """Return a gate in front of an os function. Records are written by single calls from Python."""
-    monkeypatch.setattr(disk_files, "compiled", None)
+    monkeypatch.setattr(disk_files, "publish_file", None)
     return Gate(monkeypatch, os, name, shut=shut)
 
 
@@ -62,7 +62,7 @@ class FailingCall:
     """A replacement of an os function that fails on request. Records are written by single calls from Python."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        monkeypatch.setattr(disk_files, "compiled", None)
+        monkeypatch.setattr(disk_files, "publish_file", None)
         self.error = 0
         self.times = 0
         real = getattr(os, name)

@@ -22,15 +22,15 @@ STAMP = 1_700_000_000_123_456_789
 KEY = key_of(1)
 NAME = KEY.hex()
 COMPILED = pytest.param(
-    disk_files.compiled,
+    disk_files.publish_file,
     id="compiled",
-    marks=pytest.mark.skipif(disk_files.compiled is None, reason="no module"),
+    marks=pytest.mark.skipif(disk_files.publish_file is None, reason="no module"),
 )
 
 
 @pytest.fixture(params=[None, COMPILED], ids=["python", "compiled"])
 def directory(request, tmp_path, monkeypatch) -> Iterator[RecordDirectory]:
-    monkeypatch.setattr(disk_files, "compiled", request.param)
+    monkeypatch.setattr(disk_files, "publish_file", request.param)
     opened = RecordDirectory(tmp_path / "kv")
     opened.open()
     yield opened

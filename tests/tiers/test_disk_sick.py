@@ -81,7 +81,7 @@ async def test_a_read_only_disk_serves_its_records_and_stores_again_when_writabl
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
         fds = open_fds()
-        monkeypatch.setattr(disk_files, "compiled", None)
+        monkeypatch.setattr(disk_files, "publish_file", None)
         monkeypatch.setattr(os, "open", refuse_writers)
         for name in ("unlink", "replace", "utime", "mkdir"):
             FailingCall(monkeypatch, name).fail(errno.EROFS, times=1_000_000)
