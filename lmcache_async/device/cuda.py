@@ -17,6 +17,7 @@ import ctypes
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +42,11 @@ logger = logging.getLogger(__name__)
 PARTS = 4
 """Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""
 
-MIN_POLL_S, MAX_POLL_S = 50e-6, 1e-3
+MIN_POLL_S, MAX_POLL_S = 50e-6, 5e-3
 """Shortest and longest time between two queries of a fence."""
+
+SHORT_POLL_S, LATE = 1e-3, 1 / 8
+"""A fence is noticed at most `SHORT_POLL_S` late, or `LATE` times the time for which it was awaited."""
 
 MAX_ENTRIES = 1 << 17
 """Maximum rows of a part. It limits the table to 3 MiB and is only reached by rows of 128 bytes or less."""
@@ -140,14 +144,15 @@ class FenceThread(EventThread):
     def _wait(self) -> None:
         pending: dict[Fence, list[_Watched]] = {}  # a fence may be that of many copies
         interval = MIN_POLL_S
+        since = 0.0  # time of the latest call of `watch`
         is_open = True
         while is_open or pending:
             try:
                 watched = self._watched.get(timeout=interval if pending else None)
             except queue.Empty:
-                interval = min(2 * interval, MAX_POLL_S)
+                interval = next_poll_s(interval, time.monotonic() - since)
             else:
-                interval = MIN_POLL_S
+                interval, since = MIN_POLL_S, time.monotonic()
                 if watched is None:
                     is_open = False
                 else:
@@ -162,6 +167,18 @@ class FenceThread(EventThread):
                 for each in copies[1:]:
                     _settle(each, self._reached)  # each gets an error of its own
                 del pending[fence]
+
+
+def next_poll_s(last_s: float, waited_s: float) -> float:
+    """Return the time until the next query of a fence.
+
+    Each query takes the GIL, which delays the thread that launches the kernels of the model.
+
+    Args:
+        last_s: The time between the last two queries.
+        waited_s: How long the fence has been awaited.
+    """
+    return min(2 * last_s, max(SHORT_POLL_S, waited_s * LATE), MAX_POLL_S)
 
 
 def _synchronized(event: DeviceEvent) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -200,9 +201,19 @@ def cuda_thread(device: int) -> Iterator[None]:
 def _exchange_capture_mode(mode: int) -> int:
     """Set how this thread is affected by captures of CUDA graphs in other threads. Return the previous mode."""
     number = ctypes.c_int(mode)
-    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(number))
+    if (driver := _cuda_driver()) is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(number))
     return number.value
+
+
+@functools.cache
+def _cuda_driver() -> ctypes.PyDLL | None:
+    """Return the NVIDIA driver if it is installed. Its functions are called with the GIL, so only fast ones must be."""
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if hasattr(driver, "cuThreadExchangeStreamCaptureMode") else None
 
 
 def _cuda_device(device: int | None) -> int | None:

@@ -207,6 +207,19 @@ async def test_a_fence_of_many_copies_is_polled_once_for_all_of_them():
     assert all(one is not other for one, other in pairwise(polled[100:200]))
 
 
+def test_a_fence_is_queried_less_often_the_longer_it_is_awaited():
+    waited, interval, queries, latest = 0.0, cuda.MIN_POLL_S, 0, 0.0
+    while waited < 0.245:  # a step of 8192 tokens
+        interval = cuda.next_poll_s(interval, waited)
+        latest = max(latest, interval / max(waited, cuda.SHORT_POLL_S / cuda.LATE))
+        waited += interval
+        queries += 1
+
+    assert queries < 80
+    assert latest <= cuda.LATE
+    assert cuda.next_poll_s(interval, 60.0) == cuda.MAX_POLL_S
+
+
 async def test_a_copy_that_is_cancelled_before_its_fence_is_reached_submits_nothing():
     copier, streams = fake_copier(CacheForm().build(4))
     gate = streams.close_gate()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lmcache_async.errors import ConfigError
+from lmcache_async.memory import region
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import PAGE, Buffer
 from lmcache_async.memory.region import Region
@@ -61,17 +62,11 @@ class FakeRuntime:
         assert self.devices == [3], "the call would create a context on device 0"
         assert self.mode == 2, "the call would invalidate a graph that vLLM captures"
 
-    def load(self, name: str | None, **options: Any) -> Any:
-        return self if name == "libcuda.so.1" else _LOAD(name, **options)
-
     @contextlib.contextmanager
     def device(self, device: int) -> Iterator[None]:
         self.devices.append(device)
         yield
         self.devices.pop()
-
-
-_LOAD = ctypes.CDLL
 
 
 @pytest.fixture
@@ -80,7 +75,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", runtime.device)
-    monkeypatch.setattr(ctypes, "CDLL", runtime.load)
+    monkeypatch.setattr(region, "_cuda_driver", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     yield runtime
     assert (runtime.devices, runtime.mode) == ([], 0)
