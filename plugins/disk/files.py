@@ -87,9 +87,9 @@ class RecordFiles:
                 for name in tuple(self._undeleted):
                     # If this fails, nothing is written: such files must not accumulate.
                     self._delete_failed(name)
-            if self._publish_at_once(key, view, stamp):
-                return None
             name = self._directory.temporary_name(key)
+            if self._publish_at_once(name, key, view, stamp):
+                return None
             try:
                 descriptor = self._create(name)
             except FileNotFoundError:  # the directory was deleted
@@ -232,11 +232,10 @@ class RecordFiles:
         with self._directory.folder_of(key) as (folder, name):
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
-    def _publish_at_once(self, key: ChunkKey, view: memoryview, stamp: int) -> bool:
+    def _publish_at_once(self, name: str, key: ChunkKey, view: memoryview, stamp: int) -> bool:
         """Write and publish a record by the compiled module, if that is possible. Return whether it is published."""
         if publish_file is None or self._fsync:
             return False
-        name = self._directory.temporary_name(key)
         folder, record = self._directory.record_name(key).split("/")
         error, created = publish_file(self._directory.fd, name, self._flags, view, stamp, folder, record)
         if created and error:
