@@ -36,13 +36,13 @@ def open_copiers(
     """
     device = layouts[0].device
     if device.type == "cpu":
-        from lmcache_async.device.cpu import CpuCopier, copy_threads
+        from lmcache_async.device.cpu import CopyThreads, CpuCopier
 
         if huge_pages:
             for storage in (storage for layout in layouts for storage in layout.storages):
                 request_huge_pages(storage.data_ptr(), storage.nbytes)
-        pool = copy_threads(threads)
-        return [CpuCopier(layout, threads=threads, pool=pool) for layout in layouts]
+        shared = CopyThreads(threads)
+        return [CpuCopier(layout, threads=shared) for layout in layouts]
     if device.type == "cuda":
         from lmcache_async.device.cuda import open_cuda_copiers
 

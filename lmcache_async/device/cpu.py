@@ -16,12 +16,13 @@ from lmcache_async.device.rows import (
     MIN_DIGEST_BYTES,
     RowPiece,
     can_digest,
+    compiled_pieces,
     copy_rows,
     gather_with_digest,
     group_planes,
 )
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.memory.copies import STREAM_BYTES
+from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
 PART_BYTES = 16 << 20
@@ -37,27 +38,41 @@ MIN_THREAD_BYTES = 1 << 20
 """Minimum bytes per thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB about 100."""
 
 
-def copy_threads(threads: int) -> WorkerPool:
-    """Return a thread pool for one or several copiers."""
-    return WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
+class CopyThreads:
+    """Threads for one or several copiers.
+
+    Attributes:
+        pool: For copies by Python: all without the compiled module, otherwise checksums of stores and layer-wise loads.
+        queue: For all other copies, with as many other threads; None without the compiled module.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.num = threads
+        self.pool = WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
+        self.queue = CopyQueue(threads, "lmcache-async-rows") if compiled is not None else None
+
+    def close(self) -> None:
+        """Wait for all copies and end the threads. Idempotent."""
+        self.pool.shutdown(wait=True)
+        if self.queue is not None:
+            self.queue.close()
 
 
 class CpuCopier:
-    """Copier with a pool of threads. The GIL is released during copies.
+    """Copier with threads. The GIL is released during copies.
 
-    A batch is submitted once to each thread. On cancellation, parts that no thread has begun are withdrawn. A `pool`
-    that several copiers use is shut down by the first `close`.
+    On cancellation, copies that no thread has begun are withdrawn. Threads that several copiers use are ended by the
+    first `close`.
     """
 
-    def __init__(self, layout: KVLayout, *, threads: int = 2, pool: WorkerPool | None = None) -> None:
+    def __init__(self, layout: KVLayout, *, threads: CopyThreads | int = 2) -> None:
         self.layout = layout
-        self._threads = threads
-        self._helpers = max(0, min(threads, len(os.sched_getaffinity(0)) - KEPT_CORES))
+        self._threads = CopyThreads(threads) if isinstance(threads, int) else threads
+        self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - KEPT_CORES))
         self._table = PlaneTable(layout.planes)
         self._groups = group_planes(layout)
         self._can_digest = can_digest(self._groups)
         self._largest = max(plane.row_bytes for plane in layout.planes)
-        self._executor = pool or copy_threads(threads)
         self._closed = False
 
     def fence(self) -> Fence | None:
@@ -94,29 +109,31 @@ class CpuCopier:
 
     def close(self) -> None:
         self._closed = True
-        self._executor.shutdown(wait=True)
+        self._threads.close()
 
     async def _run(self, jobs: Sequence[CheckedJob], *, to_host: bool) -> None:
         total = sum(job.payload.nbytes for job in jobs)
-        share = max(-(-total // self._threads) + self._largest, MIN_THREAD_BYTES)
+        share = max(-(-total // self._threads.num) + self._largest, MIN_THREAD_BYTES)
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
+        if (queue := self._threads.queue) is not None:
+            pieces = [piece for part in parts for piece in self._pieces(jobs, part)]
+            await queue.copy(compiled_pieces(pieces), to_payload=to_host, stream=stream)
+            return
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
-        # A large load begins while further loads are planned; a small one takes no longer than the handover.
-        at_once = stream and not to_host
-        await in_threads(self._executor, [functools.partial(copy, part) for part in parts], at_once=at_once)
+        await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
         total = sum(job.payload.nbytes for job in jobs)
-        count = min(len(jobs), self._threads, max(total // MIN_THREAD_BYTES, 1))
+        count = min(len(jobs), self._threads.num, max(total // MIN_THREAD_BYTES, 1))
         shares = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
         stream = total >= STREAM_BYTES
 
         def gather(share: Sequence[CheckedJob]) -> list[bytes]:
             return [gather_with_digest(self._groups, job, stream=stream) for job in share]
 
-        digests = await in_threads(self._executor, [functools.partial(gather, share) for share in shares])
+        digests = await in_threads(self._threads.pool, [functools.partial(gather, share) for share in shares])
         return [digest for each in digests for digest in each]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
@@ -136,7 +153,7 @@ class CpuCopier:
         progress.accept_help(queue.work)
         with contextlib.suppress(RuntimeError):  # no thread can be started; the waiting thread copies
             for _ in range(self._helpers):
-                self._executor.submit(_work_beside, queue, progress.core)
+                self._threads.pool.submit(_work_beside, queue, progress.core)
         late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
         try:
             await run_shielded(asyncio.wrap_future(queue.done), on_cancel=queue.withdraw)
@@ -155,20 +172,23 @@ class CpuCopier:
             queue.withdraw(_closed())
             return
         try:
-            self._executor.submit(queue.work)
+            self._threads.pool.submit(queue.work)
         except RuntimeError:  # no thread can be started
             queue.work()
 
     def _copy(
         self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool, stream: bool
     ) -> None:
+        copy_rows(self._pieces(jobs, part), to_host=to_host, stream=stream)
+
+    def _pieces(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[RowPiece]:
         pieces: list[RowPiece] = []
         for piece in part:
             job = jobs[piece.job]
             for index, where, offset in locate_by_group(self._groups, job.rows, piece):
                 group, start = self._groups[index], piece.offset + offset
                 pieces.append((group, where, job.payload[start : start + len(where) * group.row_bytes]))
-        copy_rows(pieces, to_host=to_host, stream=stream)
+        return pieces
 
 
 def _closed() -> EngineClosedError:

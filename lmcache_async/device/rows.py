@@ -5,7 +5,7 @@ They use the compiled module if it is installed, else NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from lmcache_async.device.copier import CheckedJob, Payload
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Int64s, PlaneGroup, segments, split
 from lmcache_async.device.planes import Plane
-from lmcache_async.memory.copies import compiled
+from lmcache_async.memory.copies import Rows, compiled
 
 LARGE_ROW_BYTES = 32 << 10
 """Row size from which row-by-row copies by NumPy reach the speed of memmove. Each one takes half a microsecond
@@ -106,6 +106,11 @@ RowPiece: TypeAlias = "tuple[RowGroup, Int64s, Payload]"
 """Rows to copy: their group, the byte offset of each, or -1 to skip it, and their consecutive places in a payload."""
 
 
+def compiled_pieces(pieces: Iterable[RowPiece]) -> list[Rows]:
+    """Return the arguments of the compiled module for these pieces."""
+    return [(group.memory, where, payload, group.row_bytes) for group, where, payload in pieces]
+
+
 def copy_rows(pieces: Sequence[RowPiece], *, to_host: bool, stream: bool) -> None:
     """Copy rows of the cache to or from payloads.
 
@@ -115,8 +120,7 @@ def copy_rows(pieces: Sequence[RowPiece], *, to_host: bool, stream: bool) -> Non
         stream: The batch is larger than the CPU caches: bypass them if supported.
     """
     if compiled is not None:
-        calls = [(group.memory, where, payload, group.row_bytes) for group, where, payload in pieces]
-        compiled.copy_all(calls, to_host, stream)
+        compiled.copy_all(compiled_pieces(pieces), to_host, stream)
         return
     for group, where, payload in pieces:
         group.copy(where, payload, to_host=to_host)

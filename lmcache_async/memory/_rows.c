@@ -2,6 +2,12 @@
  *
  *     copy(memory, starts, payload, row_bytes, to_payload, stream, digest=None)
  *     copy_all(pieces, to_payload, stream)
+ *     open_queue(event) -> queue
+ *     submit(queue, pieces, to_payload, stream) -> number
+ *     withdraw(queue, number) -> bool
+ *     run(queue)
+ *     finished(queue) -> list[number]
+ *     close_queue(queue)
  *     start_digest(num_bytes) -> bytearray
  *     finish_digest(digest) -> bytes
  *
@@ -16,6 +22,12 @@
  * copy_all makes several copies without taking the GIL in between. pieces is a list of tuples (memory, starts,
  * payload, row_bytes).
  *
+ * A queue has batches of copies, which threads make that are in `run`, without the GIL and in the order of submission.
+ * When a batch has ended, 1 is added to the eventfd `event`, and `finished` returns its number and releases its buffers.
+ * The queue closes `event` when it is deleted.
+ * `withdraw` leaves out the pieces of a batch that no thread has begun, if there are any; the batch then ends too. `run`
+ * returns when the queue is closed and empty.
+ *
  * ValueError is raised if the arguments do not fit together; nothing is copied then. The source must not
  * overlap the target.
  *
@@ -25,12 +37,14 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "_xxh3.h"
 
-#define INTERFACE 3 /* increment with each change of the Python interface; also in copies.py */
+#define INTERFACE 4 /* increment with each change of the Python interface; also in copies.py */
 
 #define LINE 64
 #define AHEAD 1024 /* prefetch distance in bytes */
@@ -272,20 +286,27 @@ open_tuple(Piece *piece, PyObject *tuple, int to_payload)
     return open_piece(piece, memory, starts, payload, to_payload);
 }
 
-static PyObject *
-rows_copy_all(PyObject *module, PyObject *arguments)
+static void
+close_pieces(Piece *pieces, Py_ssize_t count)
 {
-    PyObject *list;
-    int to_payload, stream;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!pp:copy_all", &PyList_Type, &list, &to_payload, &stream))
+    while (count > 0)
+        close_piece(&pieces[--count]);
+    PyMem_Free(pieces);
+}
+
+/* Open the pieces of a list of tuples. Return NULL with an error set if one does not fit. */
+static Piece *
+open_pieces(PyObject *list, Py_ssize_t *count, int to_payload)
+{
+    Py_ssize_t opened = 0;
+    *count = PyList_Size(list);
+    Piece *pieces = PyMem_Calloc(*count > 0 ? (size_t)*count : 1, sizeof *pieces);
+    if (pieces == NULL) {
+        PyErr_NoMemory();
         return NULL;
-    Py_ssize_t count = PyList_Size(list), opened = 0;
-    Piece *pieces = PyMem_Calloc(count > 0 ? (size_t)count : 1, sizeof *pieces);
-    if (pieces == NULL)
-        return PyErr_NoMemory();
+    }
     /* Getting a buffer may run Python code, which might change the list. */
-    while (opened < count && opened < PyList_Size(list)) {
+    while (opened < *count && opened < PyList_Size(list)) {
         PyObject *tuple = Py_NewRef(PyList_GetItem(list, opened));
         int error = open_tuple(&pieces[opened], tuple, to_payload);
         Py_DECREF(tuple);
@@ -293,19 +314,254 @@ rows_copy_all(PyObject *module, PyObject *arguments)
             break;
         opened++;
     }
-    int complete = opened == count;
-    if (complete) {
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t at = 0; at < count; at++)
-            copy_piece(&pieces[at], to_payload, stream, NULL);
-        Py_END_ALLOW_THREADS
-    } else if (!PyErr_Occurred()) {
+    if (opened == *count)
+        return pieces;
+    if (!PyErr_Occurred())
         PyErr_SetString(PyExc_RuntimeError, "the list of pieces changed during the call");
+    close_pieces(pieces, opened);
+    return NULL;
+}
+
+static PyObject *
+rows_copy_all(PyObject *module, PyObject *arguments)
+{
+    PyObject *list;
+    Py_ssize_t count;
+    int to_payload, stream;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!pp:copy_all", &PyList_Type, &list, &to_payload, &stream))
+        return NULL;
+    Piece *pieces = open_pieces(list, &count, to_payload);
+    if (pieces == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t at = 0; at < count; at++)
+        copy_piece(&pieces[at], to_payload, stream, NULL);
+    Py_END_ALLOW_THREADS
+    close_pieces(pieces, count);
+    return Py_NewRef(Py_None);
+}
+
+/* A batch of copies in a queue. Its pieces are taken in order, each by one thread. */
+typedef struct Batch {
+    struct Batch *next;
+    Piece *pieces;
+    Py_ssize_t count, taken, unfinished;
+    long long number;
+    int to_payload, stream;
+} Batch;
+
+typedef struct {
+    pthread_mutex_t lock; /* guards all else */
+    pthread_cond_t changed;
+    Batch *first, **last; /* batches with pieces that no thread has taken, and the end of the list */
+    Batch *finished;
+    long long number; /* of the latest batch */
+    int event, closed;
+} Queue;
+
+static const char QUEUE[] = "lmcache_async.memory._rows.Queue";
+
+static void
+free_batch(Batch *batch)
+{
+    close_pieces(batch->pieces, batch->count);
+    PyMem_Free(batch);
+}
+
+static void
+free_queue(PyObject *capsule)
+{
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Batch *batch;
+    while ((batch = queue->first) != NULL) {
+        queue->first = batch->next;
+        free_batch(batch);
     }
-    while (opened > 0)
-        close_piece(&pieces[--opened]);
-    PyMem_Free(pieces);
-    return complete ? Py_NewRef(Py_None) : NULL;
+    while ((batch = queue->finished) != NULL) {
+        queue->finished = batch->next;
+        free_batch(batch);
+    }
+    close(queue->event);
+    pthread_cond_destroy(&queue->changed);
+    pthread_mutex_destroy(&queue->lock);
+    PyMem_Free(queue);
+}
+
+static PyObject *
+rows_open_queue(PyObject *module, PyObject *argument)
+{
+    int event = (int)PyLong_AsLong(argument);
+    (void)module;
+    if (PyErr_Occurred())
+        return NULL;
+    Queue *queue = PyMem_Calloc(1, sizeof *queue);
+    if (queue == NULL)
+        return PyErr_NoMemory();
+    pthread_mutex_init(&queue->lock, NULL);
+    pthread_cond_init(&queue->changed, NULL);
+    queue->last = &queue->first;
+    queue->event = event;
+    PyObject *capsule = PyCapsule_New(queue, QUEUE, free_queue);
+    if (capsule == NULL)
+        PyMem_Free(queue);
+    return capsule;
+}
+
+/* The caller holds the lock. */
+static void
+finish(Queue *queue, Batch *batch)
+{
+    uint64_t one = 1;
+    batch->next = queue->finished;
+    queue->finished = batch;
+    ssize_t written = write(queue->event, &one, sizeof one); /* fails only if the counter is at its maximum */
+    (void)written;
+}
+
+/* Take a batch out of the list of those with pieces that no thread has taken. The caller holds the lock. */
+static void
+take_out(Queue *queue, Batch **place)
+{
+    Batch *batch = *place;
+    *place = batch->next;
+    if (queue->last == &batch->next)
+        queue->last = place;
+}
+
+static PyObject *
+rows_submit(PyObject *module, PyObject *arguments)
+{
+    PyObject *capsule, *list;
+    int to_payload, stream;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "OO!pp:submit", &capsule, &PyList_Type, &list, &to_payload, &stream))
+        return NULL;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Batch *batch = queue == NULL ? NULL : PyMem_Calloc(1, sizeof *batch);
+    if (batch == NULL)
+        return queue == NULL ? NULL : PyErr_NoMemory();
+    batch->pieces = open_pieces(list, &batch->count, to_payload);
+    if (batch->pieces == NULL) {
+        PyMem_Free(batch);
+        return NULL;
+    }
+    batch->unfinished = batch->count;
+    batch->to_payload = to_payload;
+    batch->stream = stream;
+    pthread_mutex_lock(&queue->lock);
+    long long number = batch->number = ++queue->number;
+    if (batch->count == 0)
+        finish(queue, batch);
+    else {
+        *queue->last = batch;
+        queue->last = &batch->next;
+        pthread_cond_broadcast(&queue->changed);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return PyLong_FromLongLong(number);
+}
+
+static PyObject *
+rows_withdraw(PyObject *module, PyObject *arguments)
+{
+    PyObject *capsule;
+    long long number;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "OL:withdraw", &capsule, &number))
+        return NULL;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    if (queue == NULL)
+        return NULL;
+    pthread_mutex_lock(&queue->lock);
+    Batch **place = &queue->first;
+    while (*place != NULL && (*place)->number != number)
+        place = &(*place)->next;
+    Batch *batch = *place;
+    if (batch != NULL) {
+        take_out(queue, place);
+        batch->unfinished -= batch->count - batch->taken;
+        batch->taken = batch->count;
+        if (batch->unfinished == 0)
+            finish(queue, batch);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return PyBool_FromLong(batch != NULL);
+}
+
+static void
+run(Queue *queue)
+{
+    pthread_mutex_lock(&queue->lock);
+    for (;;) {
+        while (queue->first == NULL && !queue->closed)
+            pthread_cond_wait(&queue->changed, &queue->lock);
+        Batch *batch = queue->first;
+        if (batch == NULL)
+            break;
+        Piece *piece = &batch->pieces[batch->taken++];
+        if (batch->taken == batch->count)
+            take_out(queue, &queue->first);
+        pthread_mutex_unlock(&queue->lock);
+        copy_piece(piece, batch->to_payload, batch->stream, NULL);
+        pthread_mutex_lock(&queue->lock);
+        if (--batch->unfinished == 0)
+            finish(queue, batch);
+    }
+    pthread_mutex_unlock(&queue->lock);
+}
+
+static PyObject *
+rows_run(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    if (queue == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    run(queue);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *
+rows_finished(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    PyObject *numbers = queue == NULL ? NULL : PyList_New(0);
+    if (numbers == NULL)
+        return NULL;
+    pthread_mutex_lock(&queue->lock);
+    Batch *batch = queue->finished;
+    queue->finished = NULL;
+    pthread_mutex_unlock(&queue->lock);
+    int error = 0;
+    while (batch != NULL) {
+        Batch *next = batch->next;
+        PyObject *number = PyLong_FromLongLong(batch->number);
+        error |= number == NULL || PyList_Append(numbers, number) < 0;
+        Py_XDECREF(number);
+        free_batch(batch);
+        batch = next;
+    }
+    if (error)
+        Py_CLEAR(numbers);
+    return numbers;
+}
+
+static PyObject *
+rows_close_queue(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    if (queue == NULL)
+        return NULL;
+    pthread_mutex_lock(&queue->lock);
+    queue->closed = 1;
+    pthread_cond_broadcast(&queue->changed);
+    pthread_mutex_unlock(&queue->lock);
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *
@@ -350,6 +606,12 @@ rows_finish_digest(PyObject *module, PyObject *argument)
 static PyMethodDef methods[] = {
     {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and a payload; see _rows.c."},
     {"copy_all", rows_copy_all, METH_VARARGS, "Copy the rows of several pieces; see _rows.c."},
+    {"open_queue", rows_open_queue, METH_O, "Return a queue of copies; see _rows.c."},
+    {"submit", rows_submit, METH_VARARGS, "Add copies to a queue; see _rows.c."},
+    {"withdraw", rows_withdraw, METH_VARARGS, "Leave out copies that no thread has begun; see _rows.c."},
+    {"run", rows_run, METH_O, "Copy until the queue is closed and empty; see _rows.c."},
+    {"finished", rows_finished, METH_O, "Return the numbers of finished batches, once; see _rows.c."},
+    {"close_queue", rows_close_queue, METH_O, "Let the threads of a queue end; see _rows.c."},
     {"start_digest", rows_start_digest, METH_O, "Start a digest of this number of bytes; see _rows.c."},
     {"finish_digest", rows_finish_digest, METH_O, "Return the xxh3_128 of the copied bytes; see _rows.c."},
     {NULL, NULL, 0, NULL},

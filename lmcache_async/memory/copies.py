@@ -1,14 +1,24 @@
-"""Copies in host memory that release the GIL, by the compiled module if installed, else by NumPy."""
+"""Copies in host memory that release the GIL, by the compiled module if installed, else by NumPy; and threads for them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_async.memory.buffer import Bytes
+from lmcache_async.memory.threads import run_shielded
 
-INTERFACE = 3
+INTERFACE = 4
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
 compiled: ModuleType | None
@@ -77,3 +87,92 @@ def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
         np.copyto(target, source)
     elif len(target):
         compiled.copy(source, _START, target, len(target), True, stream)
+
+
+Rows: TypeAlias = "tuple[Bytes, npt.NDArray[np.int64], Bytes, int]"
+"""Rows to copy: memory, byte offset of each row in it or -1 to skip the row, payload, and bytes of a row."""
+
+
+class CopyQueue:
+    """Threads that copy rows by the compiled module, which must be installed, and never take the GIL.
+
+    A thread of a Python pool waits for the GIL before and after each copy, while the event loop plans the next one. Used
+    on one event loop at a time. The threads are started by the first copy.
+
+    Args:
+        threads: Number of threads.
+        name: Name of the threads.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        assert compiled is not None
+        self._module = compiled
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._queue = self._module.open_queue(self._event)
+        self._name = name
+        self._missing = threads
+        self._threads: list[threading.Thread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._copies: dict[int, asyncio.Future[None]] = {}
+        # Let the threads end also if `close` is never called.
+        weakref.finalize(self, self._module.close_queue, self._queue).atexit = False
+
+    async def copy(self, pieces: Sequence[Rows], *, to_payload: bool, stream: bool) -> None:
+        """Copy the rows of all pieces, each piece by one thread.
+
+        If the call is cancelled, pieces that no thread has begun are withdrawn, and the others are awaited.
+
+        Args:
+            stream: Bypass the CPU caches.
+
+        Raises:
+            ValueError: The arguments of a piece do not fit together. Nothing is copied.
+            RuntimeError: No thread can be started.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._move_to(loop)
+        if self._missing:
+            self._start_threads()
+        number = self._module.submit(self._queue, list(pieces), to_payload, stream)
+        copied = self._copies[number] = loop.create_future()
+        await run_shielded(copied, on_cancel=partial(self._module.withdraw, self._queue, number))
+
+    def close(self) -> None:
+        """Wait for all copies and end the threads. Called on the thread of the event loop, or after its end. Idempotent."""
+        self._move_to(None)
+        self._module.close_queue(self._queue)
+        for thread in self._threads:
+            thread.join()
+        self._notice()
+
+    def _start_threads(self) -> None:
+        while self._missing:
+            thread = threading.Thread(
+                target=self._module.run, args=(self._queue,), name=self._name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                if self._threads:
+                    break  # the others copy, and the next copy tries again
+                raise
+            self._threads.append(thread)
+            self._missing -= 1
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Let this event loop notice the ends of copies."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._event)
+        self._loop = loop
+        if loop is not None:
+            loop.add_reader(self._event, self._notice)
+
+    def _notice(self) -> None:
+        """Resolve the futures of the copies that have ended."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        for number in self._module.finished(self._queue):
+            copied = self._copies.pop(number)
+            if not copied.done():
+                copied.set_result(None)

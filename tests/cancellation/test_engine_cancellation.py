@@ -200,6 +200,7 @@ class Copy:
             real(*arguments, **kwargs)
             self.ended = True
 
+        monkeypatch.setattr(engine.copier._threads, "queue", None)  # copies by Python
         monkeypatch.setattr(engine.copier, "_copy", slow)
 
     async def wait_running(self):

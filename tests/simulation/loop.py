@@ -247,6 +247,7 @@ def threads_as_steps() -> Iterator[None]:
         shutdown(self, wait, cancel_futures=cancel_futures)
 
     with (
+        patch.object(cpu, "compiled", None),  # its threads are not simulated
         patch.object(ThreadPoolExecutor, "submit", submit_),
         patch.object(ThreadPoolExecutor, "shutdown", shutdown_),
     ):
@@ -259,6 +260,8 @@ def _threads() -> SimulatedThreads | None:
 
 def _nothing() -> None: ...
 
+
+from lmcache_async.device import cpu
 
 T = TypeVar("T")
 

@@ -36,6 +36,7 @@ def way(request):
     """Copy rows with the compiled module, or with NumPy as on systems without it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_copies, "compiled", request.param)
+        patch.setattr(cpu, "compiled", request.param)
         yield
 
 
@@ -284,7 +285,7 @@ async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monke
     cache, copier = layers
     copier._helpers = 1
     progress = Told(4)
-    monkeypatch.setattr(copier._executor, "submit", refuse)
+    monkeypatch.setattr(copier._threads.pool, "submit", refuse)
 
     waiter = partial(progress.wait, 4, deadline=time.monotonic() + LONG_S)
     async with asyncio.timeout(LONG_S):
@@ -300,7 +301,7 @@ async def test_a_load_that_no_thread_waits_for_is_copied(layers, monkeypatch, su
     progress = Told(4)
     progress.begin()
     monkeypatch.setattr(cpu, "ALONE_S", 0)
-    monkeypatch.setattr(copier._executor, "submit", submit)
+    monkeypatch.setattr(copier._threads.pool, "submit", submit)
 
     loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
     await turns(20)
@@ -390,6 +391,7 @@ async def test_nothing_keeps_the_payload_of_a_load_that_has_failed(
 
     monkeypatch.setattr(CpuCopier, "_copy", fail)
     cache, copier = layers
+    monkeypatch.setattr(copier._threads, "queue", None)  # its copies cannot fail
     copier._helpers = helpers or 0
     jobs = copy_jobs(cache.layout, [0, 3])
     gone = weakref.ref(jobs[0].payload)
@@ -542,6 +544,7 @@ def test_other_devices_have_no_copier():
 
 
 async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(monkeypatch):
+    monkeypatch.setattr(cpu, "compiled", None)
     copier = CpuCopier(CacheForm().build(8).layout, threads=1)
     started, go_on, ended = threading.Event(), threading.Event(), []
 
