@@ -397,7 +397,7 @@ class EngineConfig(Section):
     weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = "sampled"
     """Fingerprint of the model's weights: sampled, full (reads every byte) or text:<your own>."""
     copy_threads: Annotated[Count, Field(le=MAX_THREADS)] = 2
-    """Threads for copies and checksums in each worker process."""
+    """Threads of each worker process for checksums and layer-wise loads, and as many others for other copies."""
     shutdown_timeout_s: Wait = 25.0
     """Longest wait for queued writes when the engine closes, in seconds; the rest is dropped. At least
     store.max_pending_write_s, and less than vLLM's --shutdown-timeout."""

@@ -358,6 +358,7 @@ typedef struct {
     Batch *finished;
     long long number; /* of the latest batch */
     int event, closed;
+    pid_t owner; /* process of the threads */
 } Queue;
 
 static const char QUEUE[] = "lmcache_async.memory._rows.Queue";
@@ -383,8 +384,7 @@ free_queue(PyObject *capsule)
         free_batch(batch);
     }
     close(queue->event);
-    pthread_cond_destroy(&queue->changed);
-    pthread_mutex_destroy(&queue->lock);
+    /* The condition is not destroyed: in a forked child this would wait for the threads of the parent. */
     PyMem_Free(queue);
 }
 
@@ -402,6 +402,7 @@ rows_open_queue(PyObject *module, PyObject *argument)
     pthread_cond_init(&queue->changed, NULL);
     queue->last = &queue->first;
     queue->event = event;
+    queue->owner = getpid();
     PyObject *capsule = PyCapsule_New(queue, QUEUE, free_queue);
     if (capsule == NULL)
         PyMem_Free(queue);
@@ -557,10 +558,12 @@ rows_close_queue(PyObject *module, PyObject *capsule)
     Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
     if (queue == NULL)
         return NULL;
-    pthread_mutex_lock(&queue->lock);
-    queue->closed = 1;
-    pthread_cond_broadcast(&queue->changed);
-    pthread_mutex_unlock(&queue->lock);
+    if (queue->owner == getpid()) { /* in a forked child there are no threads, and the lock may be held for ever */
+        pthread_mutex_lock(&queue->lock);
+        queue->closed = 1;
+        pthread_cond_broadcast(&queue->changed);
+        pthread_mutex_unlock(&queue->lock);
+    }
     return Py_NewRef(Py_None);
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 
 import numpy as np
@@ -201,3 +203,20 @@ async def test_a_forgotten_queue_leaves_no_thread_and_no_descriptor():
         await asyncio.to_thread(thread.join)
 
     assert open_fds() == descriptors
+
+
+async def test_a_forked_child_can_delete_a_queue():
+    queue = CopyQueue(2, "copies")
+    await queue.copy([one_row()[1]], to_payload=True, stream=False)  # the threads wait for the next copy
+    queue._move_to(None)
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        del queue
+        gc.collect()
+        os._exit(0)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+
+    assert status == 0
+    queue.close()
