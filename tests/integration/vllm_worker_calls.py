@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-_holds: list[threading.Event] = []
+_holds: list[tuple[threading.Event, Any, Any]] = []
 
 
 def statistics(worker: Any) -> dict[str, Any]:
@@ -34,16 +34,18 @@ def run_once(worker: Any) -> None:
 def hold_copies(worker: Any) -> None:
     """Block copies to and from vLLM's KV cache until `let_copies_go` is called."""
     del worker
-    copier = _engine().copier
+    threads = _engine().copier._threads
     gate = threading.Event()
-    _holds.append(gate)
-    for _ in range(copier._threads):
-        copier._executor.submit(gate.wait)
+    _holds.append((gate, threads, threads.queue))
+    threads.queue = None  # later copies wait for threads of the pool
+    for _ in range(threads.num):
+        threads.pool.submit(gate.wait)
 
 
 def let_copies_go(worker: Any) -> None:
     del worker
-    for gate in _holds:
+    for gate, threads, queue in _holds:
+        threads.queue = queue
         gate.set()
     _holds.clear()
 
