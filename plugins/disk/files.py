@@ -295,10 +295,12 @@ class WriteBatch:
 
     def run(self) -> None:
         """Write records until all are begun. Called in each thread."""
-        with contextlib.suppress(IndexError):
-            while True:
+        while True:
+            try:
                 position, record = self._left.popleft()
-                self.outcomes[position] = self._files.write(*record)
+            except IndexError:
+                return
+            self.outcomes[position] = self._files.write(*record)
 
     def withdraw(self) -> None:
         """Leave out the records that no thread has begun."""

@@ -15,6 +15,7 @@ from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import index as disk_index
+from lmcache_async.plugins.disk.files import RecordFiles
 from lmcache_async.testing.records import key_of, record
 from tests.support.gates import Gate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, put, turns
@@ -163,3 +164,20 @@ async def test_without_a_thread_for_deletions_and_times_of_use_records_are_read_
 
         await put(tier, arena, 3)
         assert await get(tier, allocate, 3)
+
+
+async def test_a_write_that_raises_an_unexpected_error_stores_nothing_and_is_not_reported_as_stored(
+    config, arena, monkeypatch
+):
+    def fail(*_: object) -> None:
+        raise IndexError("not expected")
+
+    monkeypatch.setattr(RecordFiles, "write", fail)
+    async with DiskTier(config) as tier:
+        records = [(key_of(number), record(arena, number)) for number in (1, 2)]
+        with pytest.raises(IndexError, match="not expected"):
+            await tier.put_many(records)
+        for _, buffer in records:
+            buffer.release()
+        assert tier.statistics().bytes == bytes_in(config.root) == 0
+        assert await tier.contains_many([key for key, _ in records]) == [False, False]
