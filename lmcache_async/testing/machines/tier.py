@@ -282,6 +282,8 @@ class TierMachine(RuleBasedStateMachine):
                 self._put(puts[3:], sure=False),
                 *map(self.rig.remove, removals),
             )
+            # A damaged record that was read is removed, and a put may have published it again.
+            self.model.unsure((), maybe=puts)
 
         self.run(together())
 
