@@ -387,7 +387,7 @@ class RecordReads:
         try:
             self._add_worker()
         except RuntimeError as error:
-            raise _not_started(error) from error
+            raise not_started(error) from error
 
     def close_batch(self, batch: ReadBatch, *, withdraw: bool = False) -> list[int]:
         """Note that no read will be added. Return the positions of withdrawn reads.
@@ -526,7 +526,7 @@ class DiskThreads:
         try:
             return (pool or self.calls).submit(call, *args)
         except RuntimeError as error:
-            raise _not_started(error) from error
+            raise not_started(error) from error
 
     def close(self, *, cancel: bool = False) -> None:
         """Wait for all calls; with `cancel`, cancel queued ones. None are left when every `wait_ended` has returned."""
@@ -551,7 +551,7 @@ class DiskThreads:
         threading.Thread(target=wait, name="lmcache-disk-close", daemon=True).start()
 
 
-def _not_started(error: RuntimeError) -> TierError:
+def not_started(error: RuntimeError) -> TierError:
     """Return the error for a call that no thread can run: the pools were shut down, or no thread can be started."""
     if "shutdown" in str(error):
         return TierClosedError(f"the disk tier was closed: {error}")

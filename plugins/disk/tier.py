@@ -38,6 +38,7 @@ from lmcache_async.plugins.disk.files import (
     RecordFiles,
     RecordReads,
     WriteBatch,
+    not_started,
     too_long,
 )
 from lmcache_async.plugins.disk.index import DiskIndex, Entry, KeyLocks, Reservation
@@ -535,7 +536,7 @@ class RecordStore:
         entry = self.index.entry(key)
         if entry is None:
             return False
-        with contextlib.suppress(OSError):
+        try:
             status = await run_shielded(  # closing the tier blocks until its threads have ended
                 aiofiles.os.stat(
                     self.directory.record_name(key),
@@ -544,6 +545,11 @@ class RecordStore:
                     executor=self._threads.calls,
                 )
             )
+        except RuntimeError as error:
+            raise not_started(error) from error
+        except OSError:
+            pass  # the file is missing, or cannot be used
+        else:
             if stat.S_ISREG(status.st_mode) and status.st_size == entry.nbytes:
                 return True
         await self._delete([key])
@@ -644,7 +650,12 @@ class RecordStore:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
             return 0, None
-        future = self._threads.start(remove, tuple(entries))
+        try:
+            future = self._threads.start(remove, tuple(entries))
+        except TierError:
+            for key, entry in entries.items():
+                keep(key, entry)
+            raise
         try:
             await wait_ended(future)
         finally:

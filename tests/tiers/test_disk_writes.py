@@ -13,6 +13,7 @@ import pytest
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import index as disk_index
 from lmcache_async.plugins.disk.files import RecordFiles
@@ -164,6 +165,22 @@ async def test_without_a_thread_for_deletions_and_times_of_use_records_are_read_
 
         await put(tier, arena, 3)
         assert await get(tier, allocate, 3)
+
+
+async def test_records_that_no_thread_can_delete_or_look_at_stay_stored(config, arena, allocate, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        for call in (lambda: tier.remove(key_of(1)), tier.clear, lambda: put(tier, arena, 2)):
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerPool, "submit", fail)
+                with pytest.raises(TierUnavailableError, match="can't start new thread"):
+                    await call()
+        assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
+        for number in (1, 2):
+            assert await get(tier, allocate, number)
 
 
 async def test_a_write_that_raises_an_unexpected_error_stores_nothing_and_is_not_reported_as_stored(
