@@ -76,9 +76,10 @@ class Runner(Generic[Out]):
         scopes: list[Scope] = []  # of batches that are split afterwards, or for which a later stage failed
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        limit = asyncio.timeout_at(deadline)
         try:
             head: Any = request
-            async with asyncio.timeout_at(deadline):
+            async with limit:
                 for info in self.chain.head:
                     try:
                         head = await info.stage(head)
@@ -117,6 +118,8 @@ class Runner(Generic[Out]):
             finally:
                 timer.cancel()
         except TimeoutError as error:
+            if not limit.expired():
+                raise  # of a stage or of what it calls
             raise BudgetExceededError(f"no answer from {self.chain!r} in {timeout_s} s") from error
         finally:
             for scope in scopes:

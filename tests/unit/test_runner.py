@@ -247,6 +247,19 @@ async def test_on_copied_comes_also_when_there_is_nothing_to_copy():
     assert calls == [True]
 
 
+async def test_a_timeout_of_a_stage_is_not_reported_as_the_deadline_of_the_run():
+    class Slow:
+        per_request = True
+
+        async def __call__(self, batch: HashedBatch) -> HashedBatch:
+            raise TimeoutError("of a plug-in")
+
+    runner, _ = runner_of(Slow())
+
+    with pytest.raises(TimeoutError, match="of a plug-in"):
+        await runner.run(request_of(4), timeout_s=60)
+
+
 async def test_a_bug_in_a_stage_propagates():
     class Bug:
         async def __call__(self, batch: Batch) -> list:
