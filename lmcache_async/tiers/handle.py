@@ -202,7 +202,7 @@ class TierHandle:
         self._tier = tier
         self._logger = logger
         self._watcher = watcher
-        self._writes: dict[Call, set[ChunkKey]] = {}  # running writes, and the keys removed meanwhile
+        self._writes: dict[object, set[ChunkKey]] = {}  # running writes, and the keys removed meanwhile
         if watcher is not None:
             tier.on_evicted = self._publish_removed
         self._statistics = TierStatistics()
@@ -531,11 +531,12 @@ class TierHandle:
 
     async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:
         """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile."""
-        removed = self._writes[call] = set[ChunkKey]()
+        write, removed = object(), set[ChunkKey]()  # a layer may carry out a call several times at once
+        self._writes[write] = removed
         try:
             results = await run()
         finally:
-            del self._writes[call]
+            del self._writes[write]
         items = zip(call.items, results, strict=True)
         stored = [key for (key, _), error in items if error is None and key not in removed]
         if self._watcher is not None and stored:

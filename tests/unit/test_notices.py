@@ -1,5 +1,6 @@
 """Notices about chunks that tiers have stored and removed."""
 
+import asyncio
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -13,8 +14,10 @@ from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from tests.support.tiers import altered, handle_of, raises, registry_of
 from tests.tiers.disk_tools import RECORD_BYTES
+from tests.tiers.layered import context
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -144,6 +147,26 @@ async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
 
         assert tier.statistics().evictions
         assert watcher.has["t"] == {key async for key in handle.keys()}  # noqa: SIM118 - a tier's
+    arena.close()
+
+
+async def test_chunks_of_a_layer_that_writes_twice_at_once_are_notified():
+    class Twice(Layer):
+        async def around(self, call, next):
+            answers, _ = await asyncio.gather(next(call), next(call))
+            return answers
+
+    class Tier(DictTier):
+        async def put(self, key, buffer):
+            await asyncio.sleep(0)
+            await super().put(key, buffer)
+
+    watcher, arena = Watching(), small_arena(8)
+    async with handle_of(Tier(), layers=[Twice(LayerConfig(), context())], watcher=watcher) as handle:
+        with record(arena, 1) as buffer:
+            assert await handle.put([(key_of(1), buffer)]) == [None]
+
+        assert watcher.has["t"] == {key_of(1)}
     arena.close()
 
 

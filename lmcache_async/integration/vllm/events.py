@@ -69,6 +69,7 @@ class Notices:
             return
         for chunk in chunks:
             if len(chunk.tokens) == self._chunk_size:
+                self._known.pop(chunk.key, None)  # the chunks announced last are kept
                 self._known[chunk.key] = parent, chunk.tokens, lora_name
             parent = chunk.key
         while len(self._known) > MAX_KNOWN:

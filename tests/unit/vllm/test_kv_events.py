@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
+from lmcache_async.types import Chunk, ChunkKey
 from tests.support.vllm_simulator import SimulatedVLLM, Simulators, Until, prompt
 
 CHUNK = 64
@@ -121,6 +123,18 @@ def test_without_kv_events_no_tier_is_watched(make: Any) -> None:
 
     assert sim.ranks[0].connector.worker.engines[0]._notices is None
     assert list(sim.connector.take_events()) == []
+
+
+def test_a_chunk_that_is_announced_again_is_remembered_as_long_as_a_new_one() -> None:
+    token = np.zeros(1, np.int32)
+    notices = Notices(1)
+    chunks = [Chunk(ChunkKey(number.to_bytes(16)), 0, token) for number in range(MAX_KNOWN + 1)]
+    for some in (chunks[:-1], chunks[:1], chunks[-1:]):
+        notices.know(some, b"", "")
+
+    notices.kept("cpu", [chunks[0].key, chunks[1].key])
+
+    assert [notice.key for notice in notices.take() if isinstance(notice, Stored)] == [chunks[0].key]
 
 
 def test_notices_are_bounded() -> None:
