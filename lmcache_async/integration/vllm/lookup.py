@@ -381,6 +381,8 @@ class LookupClient:
         task.add_done_callback(self._tasks.discard)
 
     def _run_calls(self) -> None:
+        if self._group is None:
+            return  # `_main` runs the calls when it has started
         self._woken = False
         self._hashed_tokens = 0
         while self._calls:
@@ -762,7 +764,7 @@ class PromiseWaiter:
         self.counts.asks += 1
         try:
             async with asyncio.timeout(min(self._timeout_s, left)):
-                return await self._query.is_stored(pending.keys, pending.lookup.lookup_id, last)
+                return await self._query.is_stored(pending.keys, last)
         except TimeoutError:
             return False
 
@@ -832,9 +834,9 @@ class Query:
         whole = hit > lookup.num_tokens - bool(self._bounded) - unit
         return answer if whole or memory.certain else None
 
-    async def is_stored(self, keys: RequestKeys, lookup_id: str, chunk: Sequence[bytes]) -> bool:
-        """Return whether every rank has the chunk with these keys, one per rank. Its records in host memory are pinned."""
-        messages = [_first_message(lookup_id, [run]) for run in self._records(keys, chunk)]
+    async def is_stored(self, keys: RequestKeys, chunk: Sequence[bytes]) -> bool:
+        """Return whether every rank has the chunk with these keys, one per rank. Nothing is pinned."""
+        messages = [_first_message("", [run]) for run in self._records(keys, chunk)]
         replies = await _ask_all(self.ranks, messages)
         return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
 
@@ -1011,7 +1013,10 @@ def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
-    """Return a query for the first of these runs of keys that is stored completely."""
+    """Return a query for the first of these runs of keys that is stored completely.
+
+    Its records in host memory are pinned for the lookup, unless `lookup_id` is "".
+    """
     return {
         "op": "first",
         "lookup_id": lookup_id,

@@ -516,7 +516,7 @@ async def _prefix(
 
 
 async def _first(lookups: Lookups, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
-    found = await lookups.first_present(runs, lookup_id=lookup_id) if runs else None
+    found = await lookups.first_present(runs, lookup_id=lookup_id or None) if runs else None
     if found is None:
         return {"first": -1, "first_pinned": 0}
     return {"first": found.position, "first_pinned": found.pinned}

@@ -35,6 +35,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
     Identity,
     LookupServer,
+    pack_counts,
     socket_path,
     unpack_keys,
 )
@@ -55,6 +56,7 @@ class KeySet:
     in_memory: bool = True
     partial_in_memory: bool = True
     cleared: list[tuple[int, bool]] = field(default_factory=list)
+    first_of: list[str | None] = field(default_factory=list)
 
     async def lookup_keys(self, keys, *, lookup_id=None):
         if self.gate is not None:
@@ -66,6 +68,7 @@ class KeySet:
         return LookupResult(count=count, by_tier={"cpu": count}, pinned=count if self.in_memory else 0)
 
     async def first_present(self, runs, *, lookup_id=None):
+        self.first_of.append(lookup_id)
         position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
         if position is None:
             return None
@@ -465,6 +468,28 @@ def test_closed_connections_are_not_logged(
 
     told = [record.levelname for record in caplog.records if record.name == lookup_module.__name__]
     assert told == ([] if goodbye else ["INFO", "WARNING"])
+
+
+@pytest.mark.parametrize(("name", "pinned_for"), [("", None), ("r#1", "r#1")])
+def test_a_query_without_the_name_of_a_lookup_pins_nothing(ranks: Ranks, name: str, pinned_for: str | None):
+    engine = ranks.engines[0]
+    message = {"op": "first", "lookup_id": name, "keys": bytes(16), "counts": pack_counts([1])}
+    ranks.loop.submit(ranks.servers[0].answer(message, engine)).result()
+
+    assert engine.first_of == [pinned_for]
+
+
+def test_a_reset_before_the_thread_of_the_client_runs_is_carried_out(
+    unserved: Ranks, monkeypatch: pytest.MonkeyPatch
+):
+    begins, run = threading.Event(), LookupClient._run
+    monkeypatch.setattr(LookupClient, "_run", lambda client: (begins.wait(60), run(client)))
+    unserved.connect()
+    unserved.client.reset(memory_only=False)
+    begins.set()
+
+    unserved.serve_all()  # until lookups are answered
+    assert [engine.cleared for engine in unserved.engines] == [[(1, False)]] * 2
 
 
 def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from random import Random
@@ -50,6 +51,7 @@ class TimedRank(Rank):
         self.index = index
         self.appears: dict[bytes, float] = {}
         self.asked: list[str] = []
+        self.lookups: list[str] = []
         self.hangs_from = float("inf")
 
     def put(self, tokens: list[int], at: float, *, first: int = 0) -> None:
@@ -61,6 +63,7 @@ class TimedRank(Rank):
 
     async def call(self, message: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(message["op"])
+        self.lookups.append(message["lookup_id"])
         if now() >= self.hangs_from:
             await asyncio.Event().wait()
         self.stored = {key for key, at in self.appears.items() if at <= now()}
@@ -193,6 +196,15 @@ def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(bench: Bench
     answer, lookup, when = bench.ask(promise)
     assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (8, AT_ONCE, False)
     assert (bench.counts.doubted, bench.counts.promises) == (1, 0)
+
+
+def test_queries_during_the_wait_are_not_of_the_lookup_so_that_they_pin_nothing(bench: Bench):
+    bench.ranks[0].put(PROMPT, 0.0)
+    bench.ask(WHOLE)
+
+    asked = Counter(bench.ranks[0].lookups)
+    assert asked["r#1"] == 2 * bench.ranks[0].asked.count("lookup")  # each with its partial chunk
+    assert asked[""] == bench.counts.asks > 3
 
 
 def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing(bench: Bench):
