@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -124,6 +125,7 @@ class Transfers:
         self._copied: dict[int, int] = {}
         self._answered: dict[int, int] = {}
         self._unshared: dict[int, int] = {}
+        self._unanswered: set[int] = set()  # jobs to be handed over whose result is not reported yet
         self._loading: set[int] = set()  # jobs whose end is not reported yet
         self._storing: dict[
             int, int
@@ -164,7 +166,8 @@ class Transfers:
 
         with self._lock:
             self._storing.update((job.job_id, len(job.parts)) for job in jobs)
-        self._start("stores", submit, lambda: self._copies_ended(jobs))
+            self._unanswered.update(job.job_id for job in jobs if job.hand_over)
+        self._start("stores", submit, lambda: self._stores_lost(jobs))
 
     def report_plans(self, plans: Sequence[RequestPlan]) -> None:
         """Pass load decisions of admitted requests to the engine's status."""
@@ -318,11 +321,7 @@ class Transfers:
             )
         finally:
             self._copies_ended([job])
-            if job.hand_over:
-                with self._lock:
-                    self._answered[job.job_id] = 1
-                    if unshared is not None:
-                        self._unshared[job.job_id] = unshared
+            self._answer(job, unshared)
 
     async def _store_part(self, job: Job, part: JobPart, fence: Fence | None) -> StoreReport:
         chunks, rows = self._chunks(job, part)
@@ -368,6 +367,22 @@ class Transfers:
                 self._load_ended(job, job.touched_blocks())
         for waited in progress.values():
             waited.end()
+
+    def _stores_lost(self, jobs: Iterable[Job]) -> None:
+        """Report the stores of these jobs that were not reported. None of them runs any more."""
+        self._copies_ended(jobs)
+        for job in jobs:
+            self._answer(job, job.num_chunks)
+
+    def _answer(self, job: Job, unshared: int | None) -> None:
+        """Report the result of a store that is handed over. Each job is reported once."""
+        with self._lock:
+            if job.job_id not in self._unanswered:
+                return
+            self._unanswered.discard(job.job_id)
+            self._answered[job.job_id] = 1
+            if unshared is not None:
+                self._unshared[job.job_id] = unshared
 
     def _part_copied(self, job: Job) -> None:
         with self._lock:
@@ -595,6 +610,7 @@ class RankEngine:
         self._loop: LoopThread | None = None
         self._serving: concurrent.futures.Future[None] | None = None
         self._stop = asyncio.Event()
+        self._close_by = math.inf
         self.engine: CacheEngine | None = None
         self._transfers: Transfers | None = None
         self._feed: StatsFeed | None = None
@@ -740,17 +756,18 @@ class RankEngine:
     def stop(self) -> None:
         """Start to close the engine, without waiting."""
         if self._loop is not None:
+            self._close_by = min(self._close_by, time.monotonic() + self.config.shutdown_timeout_s + 0.5)
             with contextlib.suppress(EngineClosedError):
                 self._loop.call_soon(self._stop.set)
 
     def close(self) -> None:
-        """Close the engine and the loop. Blocks for at most `shutdown_timeout_s` and one second."""
+        """Close the engine and the loop. Blocks until `shutdown_timeout_s` after `stop`, and some seconds if the loop hangs."""
         if self._loop is None or self._serving is None:
             return
+        self.stop()
         loop, self._loop = self._loop, None
         try:
-            loop.call_soon(self._stop.set)
-            self._serving.result(self.config.shutdown_timeout_s + 0.5)
+            self._serving.result(max(0.0, self._close_by - time.monotonic()))
         except (TimeoutError, concurrent.futures.CancelledError, EngineClosedError):
             logger.report(
                 "close",
@@ -929,16 +946,16 @@ class WorkerConnector:
         return report if report.copied or report.answered or report.notices or step else None
 
     def close(self) -> None:
-        """Close the engines. Blocks for at most `shutdown_timeout_s` and one second."""
+        """Close the engines at the same time; see `RankEngine.close`."""
         _close_all(self.engines)
 
 
 def _close_all(engines: Sequence[RankEngine]) -> None:
-    """Close engines at the same time."""
-    for engine in engines:
-        engine.stop()
-    for engine in engines:
-        engine.close()
+    """Close engines at the same time. An error of one does not prevent the others from being closed."""
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            engine.stop()
+            stack.callback(engine.close)
 
 
 def shard_views(kv_cache_config: Any, kv_caches: Mapping[str, Any], shard: HeadShard) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,29 @@ def test_what_breaks_is_a_load_with_every_block_failed_and_a_store_that_gives_it
     assert copied(worker, until) == {7: 1}
 
 
+@pytest.mark.parametrize("broken", ["the fence", "the loop"])
+def test_a_store_that_is_handed_over_and_cannot_be_started_is_reported_as_not_shared(
+    make: Callable[..., Worker], until: Until, monkeypatch: pytest.MonkeyPatch, broken: str
+):
+    loops = BrokenLoops(monkeypatch)
+    side = make()
+    if broken == "the fence":
+        monkeypatch.setattr(side.engine, "fence", lambda: 1 / 0)
+        side.step(stores=[replace(job(7), hand_over=True)])
+    else:
+        side.engine.gate.clear()
+        side.step(stores=[replace(job(7), hand_over=True)])
+        until(lambda: bool(side.engine.stored))
+        loops.break_one(side.rank._loop_thread.call_soon)
+    reports: list[WorkerReport] = []
+    until(lambda: bool(reports.extend(filter(None, [side.take_report()])) or reports))
+    side.engine.gate.set()
+
+    assert [(dict(report.answered), dict(report.unshared)) for report in reports] == [({7: 1}, {7: 3})]
+    side.close()
+    assert side.take_report() is None
+
+
 def test_a_broken_load_does_not_affect_others(worker: Worker, until: Until):
     broken = Job(2, "r2", "", 0, (JobPart(0, 0, b"\0" * 16, (), (), array("q", [3, 4]).tobytes()),))
     worker.begin_step(StepMetadata(loads=(broken, job())))
@@ -443,6 +467,20 @@ def test_close_closes_the_engine_and_removes_the_socket(make: Callable[..., Work
 
     assert side.closed
     assert not side.socket.exists()
+
+
+def test_an_engine_that_cannot_be_closed_does_not_keep_the_others_open():
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("close")
+        raise RuntimeError("cannot be closed")
+
+    engine = SimpleNamespace(stop=lambda: calls.append("stop"), close=fail)
+    with pytest.raises(RuntimeError, match="cannot be closed"):
+        WorkerConnector([engine, engine]).close()
+
+    assert sorted(calls) == ["close", "close", "stop", "stop"]
 
 
 def test_jobs_after_the_end_are_reported_as_failed(make: Callable[..., Worker]):
