@@ -211,7 +211,7 @@ def damaged(
         "store.allocate_timeout_s": 20.0,  # on a busy machine, the queue of the disk has room later
     }
     transfer = connector(disk=directory / "kv", **settings)
-    deadline = {"name": "deadline", "lookup_s": 60.0, "read_s": 2.0}
+    deadline = {"name": "deadline", "lookup_s": 60.0}
     transfer["kv_connector_extra_config"]["tiers"][1] |= {"timeout_s": 60.0, "layers": [deadline, layer]}
     with engines.started(transfer, path=[str(directory)], **options) as engine:
         yield Damaged(engine, directory / "kv", directory / "late")
@@ -271,7 +271,7 @@ def test_damage_of_one_group_is_never_used(
     for question, answer, other in zip(questions, answers, again, strict=True):
         assert answer.cached_tokens < 448
         assert answer.seconds < plain(question).seconds + 10
-        assert other.cached_tokens == 448
+        assert other.cached_tokens == 448, complaints(other.log)
         for each in (answer, other):
             assert_same(each, plain(question), family.tolerance)
 
