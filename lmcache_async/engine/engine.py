@@ -111,8 +111,9 @@ class CacheEngine:
     ) -> AsyncIterator[CacheEngine]:
         """Open an engine for the device memory that `layout` describes, and close it after the block.
 
-        Closing waits at most `config.shutdown_timeout_s` for running calls and for queued writes of slower
-        tiers, then frees all memory. The content of persistent tiers stays.
+        Closing waits up to `config.shutdown_timeout_s` for running calls and queued writes of slower tiers. It then
+        cancels the calls, waits up to the same time for their ends, closes the tiers and frees all memory. The content
+        of persistent tiers stays.
 
         Args:
             config: Configuration of the engine.

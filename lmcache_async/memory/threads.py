@@ -1,6 +1,6 @@
 """Thread pool that drops references to arguments before a future resolves, and waiting for calls despite cancellation.
 
-Also room for file descriptors, because a process with threads waits long for it.
+`reserve_descriptors` enlarges the table of file descriptors in advance.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class StackedTier:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether its records are stored outside the memory of the process."""
+        """Whether its records are stored outside the arena."""
         return not self.tier.capabilities.in_arena
 
     @property
@@ -113,7 +113,7 @@ class TierStack:
 
     @property
     def leaves_memory(self) -> bool:
-        """Whether records are written to any tier outside the memory of the process."""
+        """Whether records are written to any tier outside the arena."""
         return any(stacked.leaves_memory for stacked in self._writable)
 
     @property

@@ -160,8 +160,8 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
     def _reclaim(self, slabs: int) -> int:
         """Evict chunks for the arena, if necessary all whose slabs have no other lease. Return their number.
 
-        Otherwise calls of `lease` could deadlock: one call would wait for the slab of a chunk that cannot be evicted
-        because of a lease of another call.
+        Fewer slabs than requested are better than none: otherwise one call of `lease` could wait without end for the slab
+        of a chunk that cannot be evicted because of a lease of another call.
         """
         if freed := self._evict(slabs, last_resort=True):
             return freed

@@ -1,6 +1,7 @@
 """Chunk keys of one request, and the identity of everything besides token ids that they depend on.
 
-`RequestKeys` is written by the lookup client's thread and read by the scheduler's thread. The readers see
+`RequestKeys` is written by the lookup client's thread, or by the scheduler's thread in `LookupClient.peek` before the
+client has it, and read by the scheduler's thread. Both threads write `requested`. The readers see
 immutable bytes that are replaced by longer ones, and `num_hashed` is written after the bytes that it counts.
 Reading up to `num_hashed` therefore needs no lock, and a slice is one copy.
 """

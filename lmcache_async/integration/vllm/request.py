@@ -462,7 +462,7 @@ class RequestTracker:
         usable = state.lookup.num_tokens - (not self._policy.only_full)  # see `boundaries`
         complete = hit > usable - self._policy.block_size
         limit = self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S
-        # The answer of a slow lookup is used for some time too; otherwise the lookup would be repeated for ever.
+        # The answer of a slow lookup is used for some time too; otherwise the lookup would be repeated without end.
         used_for = now - state.answered.answered_at
         return now - state.answered.queried_at > limit and used_for > min(limit, MISS_AGE_S)
 

@@ -266,7 +266,7 @@ class BreakerLayer(Layer):
             late = self._clock() >= call.deadline - _TIMER_S
             failed = _is_failure(error) if isinstance(error, Exception) else late or None
             if failed and late and self._clock() - now < _LEAST * self.context.timeout_s:
-                failed = None  # it had too little time to say anything about the backend
+                failed = None  # it was too short to judge the backend
             raise
         finally:
             circuit.leave(permit, self._clock(), failed=failed)
