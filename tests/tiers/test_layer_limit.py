@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, ConfigError, TierError, TierUnavailableError
 from lmcache_async.testing.records import SLAB_BYTES, allocator
 from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer, split
+from lmcache_async.tiers.results import memory_was_short
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
@@ -132,6 +133,24 @@ async def test_a_part_that_fails_leaves_the_others_as_they_are(arena):
 
     assert [str(result) for result in results[2:4]] == ["the second part"] * 2
     assert [taken(result) for result in results[:2] + results[4:]] == [content(n) for n in (0, 1, 4, 5)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@in_virtual_time
+async def test_parts_that_were_read_stay_usable_if_a_later_one_has_no_memory(arena, first):
+    inner = fill(ToldTier(), 6)
+    inner.told.extend([*([] if first else [None]), BudgetExceededError("none")])
+    tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
+
+    if first:
+        with pytest.raises(BudgetExceededError):
+            await tier.get_many(KEYS, allocator(arena))
+    else:
+        results = await tier.get_many(KEYS, allocator(arena))
+        assert [taken(result) for result in results[:2]] == [content(0), content(1)]
+        assert all(map(memory_was_short, results[2:]))
+    assert len(inner.calls) == (1 if first else 2)
+    assert idle(tier)
 
 
 @in_virtual_time

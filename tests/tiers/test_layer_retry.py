@@ -20,6 +20,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.records import allocator, small_arena
 from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer, RetryStatistics
+from lmcache_async.tiers.results import memory_was_short
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
@@ -124,6 +125,20 @@ async def test_chunks_without_arena_memory_are_not_retried(arena):
     with pytest.raises(TierUnavailableError):
         await tier.get(KEYS[1], allocator(arena))
     assert len(inner.calls) == 2
+
+
+@in_virtual_time
+async def test_chunks_that_were_read_stay_usable_if_a_later_attempt_has_no_memory(arena):
+    inner = fill(ToldTier(), 4)
+    inner.told_of[KEYS[1]].append(away())
+    inner.told.extend([None, BudgetExceededError("none")])
+    tier = retrying(inner)
+
+    results = await tier.get_many(KEYS[:3], allocator(arena))
+
+    assert [taken(results[0]), taken(results[2])] == [content(0), content(2)]
+    assert isinstance(results[1], TierError)
+    assert memory_was_short(results[1])
 
 
 @pytest.mark.parametrize("verb", ["contains_many", "count_prefix", "get", "put", "remove", "reject"])

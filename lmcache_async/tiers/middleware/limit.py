@@ -27,7 +27,7 @@ from lmcache_async.tiers.middleware.base import (
     Results,
     Verb,
 )
-from lmcache_async.tiers.results import release_results
+from lmcache_async.tiers.results import no_memory, release_results
 
 
 def _parse_share(value: object) -> str:
@@ -123,6 +123,13 @@ class LimitLayer(Layer):
                     results += answers
                 except TierError as error:
                     results += [error] * (stop - start)
+                except BudgetExceededError as error:
+                    if not results:
+                        raise
+                    results += [no_memory(error)] * (
+                        call.chunks - start
+                    )  # the chunks that got memory are usable
+                    break
         except BaseException:
             release_results(results)
             raise

@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import Count, OptionalSeed, Seconds
-from lmcache_async.errors import TierError
+from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.tiers.middleware.base import (
     Call,
     Layer,
@@ -24,7 +24,7 @@ from lmcache_async.tiers.middleware.base import (
     Results,
     Verb,
 )
-from lmcache_async.tiers.results import memory_was_short, release_results
+from lmcache_async.tiers.results import memory_was_short, no_memory, release_results
 
 
 class RetryConfig(LayerConfig):
@@ -113,6 +113,10 @@ class RetryLayer(Layer):
                         pauses += 1
                         continue
                     answers = [error] * len(left)
+                except BudgetExceededError as error:
+                    if attempt is call:
+                        raise
+                    answers = [no_memory(error)] * len(left)  # the chunks that got memory are usable
                 if attempt is call:
                     results = list(answers)
                 else:
