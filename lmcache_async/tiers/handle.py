@@ -405,8 +405,6 @@ class TierHandle:
         return run
 
     def _deadline(self) -> float:
-        if self._timeout_s == math.inf:
-            return math.inf
         return asyncio.get_running_loop().time() + self._timeout_s
 
     def _call_layer(

@@ -60,7 +60,7 @@ class RequestOptions:
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> RequestOptions:
         if not params:
-            return DEFAULT_OPTIONS
+            return cls()
         tags = params.get("tags")
         usable = tags is None or isinstance(tags, dict)
         if not usable:  # without the tags the request's KV would be shared with all requests
@@ -81,9 +81,6 @@ class RequestOptions:
             promise=Promise.of(params),
             tags=tuple(sorted(pairs.items())),
         )
-
-
-DEFAULT_OPTIONS = RequestOptions()
 
 
 def _is_set(params: Mapping[str, Any], name: str) -> bool:

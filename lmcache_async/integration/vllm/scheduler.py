@@ -290,7 +290,7 @@ class StoreQueue:
                 span,
                 boundary,
                 epoch,
-                tuple(pack_blocks(_ids(some)) for some in blocks),
+                tuple(pack_blocks([block.block_id for block in some]) for some in blocks),
                 now + HASH_WAIT_S,
                 hand_over=tracker.hands_over,
             )
@@ -1027,10 +1027,6 @@ def _offered_states(request_id: str, block_state: Any) -> dict[int, dict[int, in
 def _loadable(blocks: Sequence[Any]) -> list[int]:
     """Block ids, SKIP for a null block: its tokens are outside of the attention window."""
     return [SKIP if block.is_null else block.block_id for block in blocks]
-
-
-def _ids(blocks: Sequence[Any]) -> list[int]:
-    return [block.block_id for block in blocks]
 
 
 def _keys_of(request: Any, tags: tuple[tuple[str, str], ...], reset: str) -> RequestKeys:
