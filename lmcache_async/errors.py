@@ -86,7 +86,7 @@ class ChunkCorruptError(TierError):
 
     Attributes:
         cause: Label of the counters: `magic`, `version`, `length`, `header`, `key`, `namespace`, `tokens`,
-            `layout` or `checksum`; for encryption `tag`, `cipher_key`, `encrypted` (an encrypted record, but
+            `layout`, `checksum` or `file` (not a regular file); for encryption `tag`, `cipher_key`, `encrypted` (an encrypted record, but
             no key is configured) or `unencrypted` (a plain record, but a key is configured).
     """
 

@@ -28,7 +28,7 @@ class EngineStatistics:
         counts: Events of the tiers since the engine was opened, by "<tier id>.<event>" or
             "<tier id>.<event>.<cause>".
         pinned_chunks: Chunks pinned by lookups.
-        running: Running stores and retrieves.
+        running: Running stores, retrieves, prefetches and measurements of load times.
         late_calls: Abandoned calls of tiers that have not ended. They keep their leases
             until they end.
         in_arena: Ids of tiers that keep chunks in the arena, without a copy.

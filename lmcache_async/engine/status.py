@@ -148,7 +148,7 @@ def _tier(name: str, statistics: EngineStatistics, metrics: EngineMetrics) -> di
 
 
 def _by_cause(metrics: EngineMetrics, name: str, *tier: str) -> dict[str, float]:
-    """Counts other than 0 by the last label, of one tier if it is given."""
+    """Counts other than 0, by the first label after those in `tier`."""
     counts = metrics.values(name).items()
     return {labels[len(tier)]: n for labels, n in counts if n and labels[: len(tier)] == tier}
 

@@ -71,7 +71,7 @@ ENGINE_SERIES = (
     _histogram("store_seconds", "Time from the request of a store to the answer of the last tier.", REQUEST_BUCKETS_S),
     _histogram("store_copy_seconds", "Time from the request of a store to the last read of device memory.", REQUEST_BUCKETS_S),
     # The engine and its host memory
-    _gauge("running", "Running stores and retrieves."),
+    _gauge("running", "Running stores, retrieves, prefetches and measurements of load times."),
     _gauge("pinned_chunks", "Chunks in host memory pinned by lookups."),
     _gauge("late_calls", "Calls of tiers that exceeded their deadline and have not ended yet."),
     _gauge("arena_bytes", "Size of the arena in host memory."),

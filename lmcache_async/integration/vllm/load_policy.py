@@ -15,7 +15,8 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import Decided
 
 MIN_GAIN = 0.1
-"""Fraction by which computing must be faster to be chosen. Unlike loading, it takes the device from other requests."""
+"""Minimum gain of computing over loading, as a fraction of the time with the whole hit loaded. Computing occupies the device, which
+other requests need."""
 
 MIN_STEP_TOKENS = 128
 """Steps with fewer prompt tokens are too short to measure how fast the model computes prompts."""
