@@ -113,6 +113,16 @@ def running(*options: str, config: str = "") -> contextlib.AbstractContextManage
     return started(Server(*options, config=config))
 
 
+def first_slot(index: int) -> int:
+    """First slot of a master of a `ServerCluster`; of the one after the last, the number of slots."""
+    return 16384 * index // 3
+
+
+def master_of(slot: int) -> int:
+    """Index of the master of a `ServerCluster` that has the slot."""
+    return max(index for index in range(3) if first_slot(index) <= slot)
+
+
 class ServerCluster:
     """Three masters with a third of the slots each, and no replicas.
 
@@ -141,7 +151,7 @@ class ServerCluster:
         for server in self.servers:
             server.start()
         for index, server in enumerate(self.servers):
-            server.ask("CLUSTER", "ADDSLOTSRANGE", 16384 * index // 3, 16384 * (index + 1) // 3 - 1)
+            server.ask("CLUSTER", "ADDSLOTSRANGE", first_slot(index), first_slot(index + 1) - 1)
         first = self.servers[0]
         for server in self.servers[1:]:
             server.ask("CLUSTER", "MEET", "127.0.0.1", first.port, self._buses[0])

@@ -25,7 +25,7 @@ from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.connection import Access, Connection, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
-from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, slot_of
+from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, parse_slots, slot_of
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import cancelled_at_each_await, turns
 from lmcache_async.tiers import client
@@ -33,7 +33,7 @@ from lmcache_async.types import ChunkKey
 from tests.support.outcomes import get, put, until_hit
 from tests.support.processes import free_port, hanging, wait_until
 from tests.support.traffic import Traffic
-from tests.support.valkey_servers import Server, running, running_cluster
+from tests.support.valkey_servers import Server, master_of, running, running_cluster
 from tests.tiers.valkey_tools import bound, config, of_each
 
 SHORT = {"connect_timeout_s": 0.3, "lookup_timeout_s": 0.3, "transfer_timeout_s": 0.3}
@@ -112,6 +112,15 @@ async def test_a_tier_opens_without_its_server_and_finds_it_later(server, arena,
         assert await put(tier, arena, 1) == [None]
         assert await get(tier, allocate, 1) == ["hit"]
     assert "misses every chunk until its server can be reached" in caplog.text
+
+
+@pytest.mark.one_loop
+def test_the_tests_know_the_master_of_each_slot(cluster):
+    slots = (0, 5460, 5461, 10921, 10922, 16383)
+    table = parse_slots(cluster.servers[0].ask("CLUSTER", "SLOTS"), Endpoint("127.0.0.1", 1))
+    ports = [server.port for server in cluster.servers]
+
+    assert [ports[master_of(slot)] for slot in slots] == [table[slot].port for slot in slots]
 
 
 @pytest.mark.one_loop

@@ -10,6 +10,7 @@ from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
 from lmcache_async.plugins.valkey.topology import slot_of
 from lmcache_async.testing.records import key_of
 from tests.support.daemons import WAITS
+from tests.support.valkey_servers import master_of
 
 
 def config(url: str, **options: object) -> ValkeyConfig:
@@ -24,8 +25,8 @@ def bound(settings: ValkeyConfig, arena: Arena) -> ValkeyTier:
 
 
 def home_of(settings: ValkeyConfig, number: int) -> int:
-    """Index of the master that has the chunk, with three masters of a third of the slots each."""
-    return slot_of(f"{settings.key_prefix}{key_of(number).hex()}".encode()) * 3 // 16384
+    """Index of the master of a `ServerCluster` that has the chunk."""
+    return master_of(slot_of(f"{settings.key_prefix}{key_of(number).hex()}".encode()))
 
 
 def of_each(settings: ValkeyConfig, count: int) -> Sequence[list[int]]:
