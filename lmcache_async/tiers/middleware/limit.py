@@ -126,9 +126,8 @@ class LimitLayer(Layer):
                 except BudgetExceededError as error:
                     if not results:
                         raise
-                    results += [no_memory(error)] * (
-                        call.chunks - start
-                    )  # the chunks that got memory are usable
+                    # The chunks that got memory are usable.
+                    results += [no_memory(error)] * (call.chunks - start)
                     break
         except BaseException:
             release_results(results)
