@@ -86,8 +86,8 @@ class ChunkCorruptError(TierError):
 
     Attributes:
         cause: Label of the counters: `magic`, `version`, `length`, `header`, `key`, `namespace`, `tokens`,
-            `layout`, `checksum` or `file` (not a regular file); for encryption `tag`, `cipher_key`, `encrypted` (an encrypted record, but
-            no key is configured) or `unencrypted` (a plain record, but a key is configured).
+            `layout`, `checksum` or `file` (not a regular file); for encryption `tag`, `cipher_key`, `encrypted` (an
+            encrypted record, but no key is configured) or `unencrypted` (a plain record, but a key is configured).
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

@@ -650,16 +650,15 @@ class RecordStore:
         entries = {key: entry for key in keys if (entry := self.index.take(key)) is not None}
         if not entries:
             return 0, None
+        future: Future[tuple[frozenset[ChunkKey], Failure | None]] | None = None
         try:
             future = self._threads.start(remove, tuple(entries))
-        except TierError:
-            for key, entry in entries.items():
-                keep(key, entry)
-            raise
-        try:
             await wait_ended(future)
         finally:
-            left, error = (frozenset(entries), None) if future.cancelled() else future.result()
+            if future is None or future.cancelled():
+                left, error = frozenset(entries), None
+            else:
+                left, error = future.result()
             for key, entry in entries.items():
                 if key in left:
                     keep(key, entry)
