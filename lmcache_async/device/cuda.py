@@ -278,8 +278,12 @@ class Streams(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make `stream` the current stream of this thread in the block."""
 
-    def record(self, stream: Any) -> DeviceEvent:
-        """Record an event after all work submitted to `stream`."""
+    def record(self, stream: Any, *, spin: bool = False) -> DeviceEvent:
+        """Record an event after all work submitted to `stream`.
+
+        Args:
+            spin: The thread that waits for the event busy-waits, and so notices it sooner.
+        """
 
     def record_current(self) -> Fence:
         """Record a fence after all work submitted to the current stream of this thread."""
@@ -337,9 +341,8 @@ class TorchStreams:
             finally:
                 torch.cuda.set_stream(before)
 
-    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
-        # The thread that waits for the event blocks; by default it would busy-wait.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def record(self, stream: torch.cuda.Stream, *, spin: bool = False) -> DeviceEvent:
+        event = torch.cuda.Event(blocking=not spin)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -439,19 +442,24 @@ class CudaCopier:
         return [piece.nbytes for pieces in self._cut(num_rows) for piece in pieces]
 
     async def _run(self, jobs: Sequence[CopyJob], fence: Fence | None, lane: Lane) -> None:
-        if fence is not None:
-            await self.wait_fence(fence)
         checked: list[CheckedJob] = []
         running: list[asyncio.Future[None]] = []
         try:
             for pieces in self._cut([len(job.rows) for job in jobs]):
+                self._check(jobs, checked, pieces[-1].job + 1, lane)
+                if fence is not None:  # after the check, during which the fence may be reached
+                    await self.wait_fence(fence)
+                    fence = None
                 part = await lane.acquire()
                 try:
-                    self._check(jobs, checked, pieces[-1].job + 1, lane)
                     self._submit(part, checked, pieces, lane)
                 finally:
                     # Also after an error: work submitted before it may still run.
-                    running.append(self._watch(part, lane))
+                    # The thread of the lane waits for the parts before this one first, so it spins for the time of a part.
+                    # A store of one part may be delayed by the kernels of the model, and is not urgent.
+                    is_urgent = bool(running) or lane is self._lanes.load
+                    spin = is_urgent and self._is_last(pieces[-1], jobs)
+                    running.append(self._watch(part, lane, spin=spin))
             self._check(jobs, checked, len(jobs), lane)
         except BaseException as error:
             # A cancellation during the wait below refers to this error, whose frames keep the payloads.
@@ -473,9 +481,14 @@ class CudaCopier:
                 self.layout, jobs[start:stop], writes_payload=lane is self._lanes.store, first=start
             )
 
-    def _watch(self, part: Part, lane: Lane) -> asyncio.Future[None]:
+    def _is_last(self, piece: Piece, jobs: Sequence[CopyJob]) -> bool:
+        """Return whether no row of `jobs` follows the piece."""
+        rows = len(jobs[-1].rows)
+        return piece.job == len(jobs) - 1 and piece.stop == rows * self.layout.num_planes
+
+    def _watch(self, part: Part, lane: Lane, *, spin: bool) -> asyncio.Future[None]:
         try:
-            return lane.watch(part, self._streams.record(part.stream))
+            return lane.watch(part, self._streams.record(part.stream, spin=spin))
         except BaseException:
             lane.release(part)
             raise

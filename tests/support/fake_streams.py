@@ -38,6 +38,7 @@ class FakeStreams:
         error: Error of events recorded from now on.
         log: Calls in order: `use`, `wait` or `record`, and the number of the stream.
         events: All events recorded on side streams.
+        spins: Whether the thread that waits for each of them spins.
         priorities: Priorities of the side streams, in order of creation.
         prepared: Names of the threads that were prepared.
     """
@@ -48,6 +49,7 @@ class FakeStreams:
         self.error: Exception | None = None
         self.log: list[tuple[str, int]] = []
         self.events: list[FakeEvent] = []
+        self.spins: list[bool] = []
         self.priorities: list[int] = []
         self.prepared: list[str] = []
 
@@ -70,8 +72,9 @@ class FakeStreams:
         self.log.append(("use", stream))
         yield
 
-    def record(self, stream: int) -> FakeEvent:
+    def record(self, stream: int, *, spin: bool = False) -> FakeEvent:
         self.log.append(("record", stream))
+        self.spins.append(spin)
         self.events.append(FakeEvent(self.gate, self.error))
         return self.events[-1]
 

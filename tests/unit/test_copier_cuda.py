@@ -151,6 +151,43 @@ async def test_a_copy_is_submitted_to_one_stream_when_its_fence_is_reached(way):
     assert len({stream for what, stream in streams.log if what != way}) == 1
 
 
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+async def test_the_thread_of_a_lane_spins_for_the_last_part_of_a_copy(way):
+    cache = CacheForm().build(8)
+    row_bytes = cache.layout.payload_bytes(1)
+    copier, streams = fake_copier(cache, staging_bytes=4 * row_bytes)
+    jobs = [job_of(copier.layout, [row, row + 1]) for row in range(0, 6, 2)]
+
+    await getattr(copier, way)(jobs)
+    assert streams.spins == [False] * (len(streams.spins) - 1) + [True]
+    assert len(streams.spins) > 3
+
+
+@pytest.mark.parametrize(("way", "spins"), [("gather", False), ("scatter", True)])
+async def test_the_thread_of_a_lane_spins_for_a_load_of_one_part_but_not_for_a_store(way, spins):
+    copier, streams = fake_copier(CacheForm().build(4))
+
+    await getattr(copier, way)([job_of(copier.layout, [1, 2])])
+    assert streams.spins == [spins]
+
+
+async def test_a_copy_without_jobs_submits_nothing():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.close_gate()
+
+    await copier.gather([], copier.fence())
+    await copier.scatter([], copier.fence())
+    assert streams.spins == []
+
+
+async def test_a_wrong_job_is_refused_before_its_fence_is_reached():
+    copier, streams = fake_copier(CacheForm().build(4))
+    streams.close_gate()
+
+    with pytest.raises(ValueError, match="row 9"):
+        await copier.gather([job_of(copier.layout, [1])._replace(rows=np.array([9]))], copier.fence())
+
+
 async def test_copies_without_a_pending_fence_pass_one_that_waits_for_its_fence():
     copier, streams = fake_copier(CacheForm().build(4))
     gate = streams.close_gate()

@@ -117,8 +117,8 @@ class DelayedStreams:
             self._delays.put()
             yield
 
-    def record(self, stream: Any) -> DeviceEvent:
-        return self._delays.late(self._inner.record(stream))
+    def record(self, stream: Any, *, spin: bool = False) -> DeviceEvent:
+        return self._delays.late(self._inner.record(stream, spin=spin))
 
     def record_current(self) -> Fence:
         return self._inner.record_current()
