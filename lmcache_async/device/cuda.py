@@ -39,8 +39,9 @@ from lmcache_async.memory.threads import run_shielded
 
 logger = logging.getLogger(__name__)
 
-PARTS = 4
-"""Parts of each lane: one on the bus, one gathering, two in transit to or from the thread of the loop."""
+PARTS = 3
+"""Parts of each lane: one on the bus, one gathering, one in transit to or from the thread of the loop. Four smaller ones have
+more pieces and kernels for the same bytes, which take longer."""
 
 MIN_POLL_S, MAX_POLL_S = 50e-6, 5e-3
 """Shortest and longest time between two queries of a fence."""
