@@ -57,7 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
     },
 }
-"""`config.json` by model: the shapes of Llama 3 8B and of the text part of Gemma 3 4B, which has two KV cache groups."""
+"""`config.json` by model: the shapes of Llama 3 8B and of the text part of Gemma 3 4B, which has seven KV cache groups."""
 
 QUICK = {
     "hidden_size": 256,
