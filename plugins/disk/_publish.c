@@ -5,7 +5,7 @@
  * directory   descriptor of the root, to which all names are relative
  * temporary   name under which the file is created and written; it must not exist
  * flags       added to the flags of open, such as O_DIRECT
- * data        whole pages, page-aligned if direct
+ * data        the record, page-aligned if direct; the file has zeros up to the end of its last page
  * stamp       time of access and modification in ns
  * folder      directory that gets the file; created if missing, links are not followed
  * name        name of the file in folder; a file of that name is replaced
@@ -23,6 +23,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -50,12 +51,12 @@ create(int directory, const char *name, int flags)
 }
 
 static int
-write_all(int descriptor, const char *data, size_t size)
+write_pages(int descriptor, const char *data, size_t size, off_t offset)
 {
     size_t done = 0;
     while (done < size) {
         size_t most = size - done < MAX_WRITE ? size - done : MAX_WRITE;
-        ssize_t written = pwrite(descriptor, data + done, most, (off_t)done);
+        ssize_t written = pwrite(descriptor, data + done, most, offset + (off_t)done);
         if (written < 0 && errno == EINTR)
             continue;
         if (written < 0)
@@ -68,10 +69,24 @@ write_all(int descriptor, const char *data, size_t size)
 }
 
 static int
+write_record(int descriptor, const char *data, size_t size)
+{
+    size_t whole = size / PAGE * PAGE;
+    int error = write_pages(descriptor, data, whole, 0);
+    if (!error && whole < size) {
+        /* The memory after the record may have bytes of other records, which must not get into the file. */
+        char page[PAGE] __attribute__((aligned(PAGE))) = {0};
+        memcpy(page, data + whole, size - whole);
+        error = write_pages(descriptor, page, PAGE, (off_t)whole);
+    }
+    return error;
+}
+
+static int
 fill(int descriptor, const Py_buffer *data, long long stamp)
 {
     struct timespec time = {.tv_sec = stamp / 1000000000, .tv_nsec = stamp % 1000000000}, times[2] = {time, time};
-    int error = write_all(descriptor, data->buf, (size_t)data->len);
+    int error = write_record(descriptor, data->buf, (size_t)data->len);
     if (!error && futimens(descriptor, times) < 0)
         error = errno;
     if (close(descriptor) < 0 && !error && errno != EINTR)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import heapq
 import itertools
+import mmap
 import os
 import stat
 import threading
@@ -78,11 +79,13 @@ class RecordFiles:
     def write(self, key: ChunkKey, view: memoryview, stamp: int) -> Failure | None:
         """Write and publish a record. After a failure no part of it is left.
 
-        `view` is in whole pages; the bytes after the end of the record have no meaning. `stamp` is the mtime of
-        the file in ns.
+        Args:
+            view: The record in whole pages. The bytes after its end may be those of other records, so the file has zeros
+                in their place.
+            stamp: The mtime of the file in ns.
         """
         try:
-            _record_size(view)
+            view = view[: _record_size(view)]
             with self._delete_lock:  # after its deletion, the name of a record may be used again
                 for name in tuple(self._undeleted):
                     # If this fails, nothing is written: such files must not accumulate.
@@ -588,9 +591,19 @@ def too_long(key: ChunkKey, nbytes: int, max_bytes: int) -> ChunkCorruptError:
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
+    """Write a record at the start of the file, and zeros up to the end of its last page."""
+    size = len(view) // PAGE * PAGE
+    _write_pages(descriptor, view[:size], 0)
+    if size < len(view):
+        page = mmap.mmap(-1, PAGE)  # aligned for direct I/O
+        page[: len(view) - size] = view[size:]
+        _write_pages(descriptor, memoryview(page), size)
+
+
+def _write_pages(descriptor: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
-        written = os.pwrite(descriptor, view[done:], done)
+        written = os.pwrite(descriptor, view[done:], offset + done)
         whole = written // PAGE * PAGE  # direct I/O continues at the start of a page
         if whole == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -123,7 +123,6 @@ class DiskRecords(OfflineStore):
         more_bytes = len(view) - sizes.get(key, 0)  # than the record that it replaces
         if self._used_bytes + more_bytes > self._max_bytes:
             raise TierFullError(f"{self.name} has {self._used_bytes} bytes of {self._max_bytes}")
-        view[record.nbytes :] = bytes(len(view) - record.nbytes)  # the slab's previous content
         self._used_bytes += more_bytes  # before the first await: other records are being written
         try:
             await self._run(self._write, key, view, min(max(used_ns, 0), time.time_ns()))

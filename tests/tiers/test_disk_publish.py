@@ -66,6 +66,20 @@ def test_a_record_has_its_bytes_its_stamp_and_a_private_mode(directory, view, di
     assert files_in(directory.root) == [path]
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_rest_of_the_last_page_is_zeros(directory, arena, direct):
+    """The slab has bytes of an earlier record there, perhaps not encrypted or of another tenant."""
+    with record(arena, 1, 5000) as buffer:
+        view = buffer.padded_view
+        view[buffer.nbytes :] = b"x" * (len(view) - buffer.nbytes)
+
+        assert write(directory, view, direct=direct and disk_files_direct(directory)) == 0
+
+        content = (directory.root / NAME[:2] / NAME).read_bytes()
+        assert content == bytes(buffer.view) + bytes(len(view) - buffer.nbytes)
+        assert len(view) > buffer.nbytes
+
+
 def test_a_record_replaces_a_file_of_its_name(directory, view):
     folder = directory.root / NAME[:2]
     folder.mkdir()
