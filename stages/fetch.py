@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_async.config import EngineConfig
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.pipeline.batch import FetchedBatch, PlannedBatch
+from lmcache_async.pipeline.batch import READ_SHARE, FetchedBatch, PlannedBatch
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -31,6 +31,7 @@ class FetchStage:
             max_slower=max(1, batch.scope.reserved_bytes // self._arena.slab_bytes)
             if batch.in_memory
             else None,
+            deadline=batch.scope.earlier(READ_SHARE),
         )
         batch.scope.add(fetched.buffers)
         count = len(fetched.buffers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lmcache_async.memory.arena import Arena
-from lmcache_async.pipeline.batch import HashedBatch, MissingBatch
+from lmcache_async.pipeline.batch import LOOKUP_SHARE, HashedBatch, MissingBatch
 from lmcache_async.pipeline.report import Drops
 from lmcache_async.tiers.stack import TierStack
 
@@ -34,7 +34,9 @@ class LookupStage:
             drops.add(chunks[most:], "larger_than_memory")
             chunks = chunks[:most]
         keys = [chunk.key for chunk in chunks]
-        missing = await self._stack.missing(keys, memory_chunks=most)
+        missing = await self._stack.missing(
+            keys, memory_chunks=most, deadline=batch.scope.earlier(LOOKUP_SHARE)
+        )
         present = len(chunks) - len(missing)
         rows = batch.rows[: len(chunks)]
         if missing and np.concatenate([rows[i] for i in missing]).min(initial=0) < 0:

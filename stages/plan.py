@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_async.pipeline.batch import HashedBatch, PlannedBatch
+from lmcache_async.pipeline.batch import LOOKUP_SHARE, HashedBatch, PlannedBatch
 from lmcache_async.tiers.stack import TierStack
 
 
@@ -21,7 +21,9 @@ class PlanStage:
     async def __call__(self, batch: HashedBatch) -> PlannedBatch:
         start = next((i for i, rows in enumerate(batch.rows) if (rows >= 0).any()), len(batch.rows))
         keys = [chunk.key for chunk in batch.chunks[start:]]
-        tiers, cause = await self._stack.plan(keys, in_arena=batch.request.waited_for)
+        tiers, cause = await self._stack.plan(
+            keys, in_arena=batch.request.waited_for, deadline=batch.scope.earlier(LOOKUP_SHARE)
+        )
         arena = {i for i, each in enumerate(self._stack.tiers) if not each.leaves_memory}
         return PlannedBatch(
             request=batch.request,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,11 +146,7 @@ class Lookups:
 
     async def prefix(self, keys: Sequence[ChunkKey], lookup_id: str | None) -> LookupResult:
         """Return the longest stored prefix. Earlier pins of the same id are released."""
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                tiers, _ = await self.stack.plan(keys)
-        except TimeoutError:
-            tiers = ()
+        tiers, _ = await self.stack.plan(keys, deadline=self._deadline())
         pinned = 0
         if lookup_id is not None:
             self.pins.release(lookup_id)
@@ -174,19 +169,21 @@ class Lookups:
 
     async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
         """Query the first run alone, because it is often found, and then all others concurrently."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.timeout_s):
-                if runs:
-                    tiers, _ = await self.stack.plan(runs[0])
-                    if len(tiers) == len(runs[0]):
-                        return 0, tiers
-                async with asyncio.TaskGroup() as group:
-                    plans = [group.create_task(self.stack.plan(run)) for run in runs[1:]]
-                for position, plan in enumerate(plans, 1):
-                    tiers, _ = plan.result()
-                    if len(tiers) == len(runs[position]):
-                        return position, tiers
+        deadline = self._deadline()
+        if runs:
+            tiers, _ = await self.stack.plan(runs[0], deadline=deadline)
+            if len(tiers) == len(runs[0]):
+                return 0, tiers
+        async with asyncio.TaskGroup() as group:
+            plans = [group.create_task(self.stack.plan(run, deadline=deadline)) for run in runs[1:]]
+        for position, plan in enumerate(plans, 1):
+            tiers, _ = plan.result()
+            if len(tiers) == len(runs[position]):
+                return position, tiers
         return None
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.timeout_s
 
     async def _pin(self, keys: Sequence[ChunkKey], tiers: Sequence[int], lookup_id: str) -> int:
         arena = {i for i, each in enumerate(self.stack.tiers) if not each.leaves_memory}

@@ -5,6 +5,8 @@ Each step has its own batch type, so a chain with stages in the wrong order is r
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,10 @@ from lmcache_async.types import BlockIds, Chunk, Tokens
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_ROWS: BlockIds = np.empty(0, np.int64)
+
+LOOKUP_SHARE, READ_SHARE = 0.5, 0.9
+"""Shares of the remaining time of a request that a stage waits for lookups and for reads. If a tier does not answer, its call
+then fails before the request is cancelled: the chunks of the other tiers are used, and its circuit breaker counts the failure."""
 
 _LAST = 8
 """Ratio of a full batch to the smallest last batch of chunks that have to be read."""
@@ -105,13 +111,20 @@ class Scope:
 
     Attributes:
         reserved_bytes: Bytes of the budget that are reserved for the batch in the chain; see `Batch.budget_bytes`.
+        deadline: Time of the event loop by which the run of the request ends; infinity if it is not known.
     """
 
-    __slots__ = ("_leases", "reserved_bytes")
+    __slots__ = ("_leases", "deadline", "reserved_bytes")
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
         self.reserved_bytes = 0
+        self.deadline = math.inf
+
+    def earlier(self, share: float) -> float:
+        """Return the time of the event loop at which this share of the time until the deadline has passed."""
+        now = asyncio.get_running_loop().time()
+        return now + (self.deadline - now) * share
 
     def add(self, leases: Iterable[Lease]) -> None:
         self._leases.extend(leases)

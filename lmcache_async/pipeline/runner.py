@@ -89,6 +89,7 @@ class Runner(Generic[Out]):
                     if not isinstance(head, info.result_type):
                         _refuse_result(info, head)
                     if isinstance(head, Batch):
+                        head.scope.deadline = deadline
                         scopes.append(head.scope)
             run = _Run[Out](self._split(head), copied)
             timer = loop.call_at(deadline, run.give_up)
@@ -111,6 +112,7 @@ class Runner(Generic[Out]):
                             self.budget.release(nbytes)
                             break
                         batch.scope.reserved_bytes = nbytes
+                        batch.scope.deadline = deadline
                         task = group.create_task(self._run_batch(run, index))
                         run.tasks.append(task)
                         # Not in `finally`: a task that is cancelled before its first step runs no code.

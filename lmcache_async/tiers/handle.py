@@ -276,23 +276,36 @@ class TierHandle:
         except LMCacheAsyncError as failure:
             self._report("closing", f"closing failed: {describe(failure)}")
 
-    def lookup(self, keys: Sequence[ChunkKey], *, exact: bool = False) -> Coroutine[Any, Any, list[bool]]:
+    def lookup(
+        self, keys: Sequence[ChunkKey], *, exact: bool = False, deadline: float = math.inf
+    ) -> Coroutine[Any, Any, list[bool]]:
         """Return for each key, in prefix order, whether `get` would find the chunk now.
 
         Unless `exact`, a tier without a `local_index` is only queried for the longest prefix, and the result is
         False for all chunks after the first missing one.
+
+        Args:
+            deadline: Time of the event loop by which the call ends, if that is before `timeout_s` has passed.
         """
         local = self.capabilities.local_index
         verb = Verb.CONTAINS_MANY if local or exact else Verb.COUNT_PREFIX
-        call = Call(verb, keys, deadline=self._deadline(), local=local)
-        return cast("Coroutine[Any, Any, list[bool]]", self._call(call))
+        now = asyncio.get_running_loop().time()
+        limit = min(now + self._timeout_s, deadline)
+        return cast(
+            "Coroutine[Any, Any, list[bool]]",
+            self._call(Call(verb, keys, deadline=limit, local=local, start=now)),
+        )
 
-    def get(self, keys: Sequence[ChunkKey], allocate: Allocate) -> Coroutine[Any, Any, list[ReadResult]]:
+    def get(
+        self, keys: Sequence[ChunkKey], allocate: Allocate, *, deadline: float = math.inf
+    ) -> Coroutine[Any, Any, list[ReadResult]]:
         """Return for each key a buffer leased to the caller, None on a miss, or the error of that chunk.
 
-        BudgetExceededError is raised if `allocate` found no free memory in time.
+        Args and errors: as in `lookup`. BudgetExceededError is raised if `allocate` found no free memory in time.
         """
-        call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=self._deadline())
+        now = asyncio.get_running_loop().time()
+        limit = min(now + self._timeout_s, deadline)
+        call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=limit, start=now)
         return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call))
 
     async def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:

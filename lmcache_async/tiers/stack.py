@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -155,12 +156,15 @@ class TierStack:
         ended = await asyncio.gather(*(stacked.tier.drain(timeout_s=left_s) for stacked in self.tiers))
         return all(written) and all(ended)
 
-    async def plan(self, keys: Sequence[ChunkKey], in_arena: bool = False) -> tuple[tuple[int, ...], str]:
+    async def plan(
+        self, keys: Sequence[ChunkKey], in_arena: bool = False, *, deadline: float = math.inf
+    ) -> tuple[tuple[int, ...], str]:
         """Find the longest stored prefix and, for each of its chunks, the fastest tier that has it.
 
         Args:
             keys: Keys in prefix order.
             in_arena: Look up only the tiers that store their chunks in the arena.
+            deadline: Time of the event loop after which tiers outside the arena are not awaited; they then have no chunk.
 
         Returns:
             The indices of the tiers, and the reason why the prefix ends ("" if it is all of `keys`).
@@ -177,7 +181,9 @@ class TierStack:
                 if in_arena and not stacked.tier.capabilities.in_arena:
                     continue
                 try:
-                    stored = await stacked.tier.lookup([keys[position] for position in holes])
+                    stored = await stacked.tier.lookup(
+                        [keys[position] for position in holes], deadline=deadline
+                    )
                 except TierError as error:
                     failed = True
                     self._failed(stacked, error)
@@ -189,7 +195,9 @@ class TierStack:
         cause = "" if prefix == len(keys) else "tier_error" if failed else "miss"
         return tuple(tiers[:prefix]), cause
 
-    async def missing(self, keys: Sequence[ChunkKey], *, memory_chunks: int | None = None) -> list[int]:
+    async def missing(
+        self, keys: Sequence[ChunkKey], *, memory_chunks: int | None = None, deadline: float = math.inf
+    ) -> list[int]:
         """Return the positions of chunks that at least one writable tier lacks.
 
         A tier without a local index is only queried for a prefix. If every writable tier fails, all positions
@@ -198,13 +206,14 @@ class TierStack:
         Args:
             keys: Keys in prefix order.
             memory_chunks: Number of leading chunks that tiers in the arena should have; None for all.
+            deadline: Time of the event loop after which tiers outside the arena are not awaited; they then count as failed.
         """
         lacking: set[int] = set()
         everything = list(range(len(keys)))
         answered = not self._writable
         for stacked in self._writable:
             try:
-                stored = await stacked.tier.lookup(keys)
+                stored = await stacked.tier.lookup(keys, deadline=deadline)
             except TierError as error:
                 self._failed(stacked, error)
                 continue  # a tier that fails would not accept a write now either
@@ -221,6 +230,7 @@ class TierStack:
         *,
         slower: bool = True,
         max_slower: int | None = None,
+        deadline: float = math.inf,
     ) -> Fetched:
         """Read the chunks up to the first one that cannot be read, each from its planned tier.
 
@@ -232,20 +242,21 @@ class TierStack:
             allocate: Leases memory for records.
             slower: If the planned tier does not have a chunk, try slower tiers.
             max_slower: Number of chunks for which slower tiers are tried; None for all.
+            deadline: Time of the event loop after which tiers outside the arena are not awaited.
         """
         got: list[Buffer | None] = [None] * len(keys)
         sources = list(tiers)
         slower_left = 0 if not slower else len(keys) if max_slower is None else max_slower
 
         async def read(index: int, start: int, stop: int) -> None:
-            got[start:stop] = await self._read(index, keys[start:stop], allocate)
+            got[start:stop] = await self._read(index, keys[start:stop], allocate, deadline)
 
         try:
             parts = runs(tiers)
             if len(parts) == 1:  # nothing to run concurrently, so without the frames of `read`
                 stacked = self.tiers[tiers[0]]
                 try:
-                    got = self._hits(stacked, await stacked.tier.get(keys, allocate))
+                    got = self._hits(stacked, await stacked.tier.get(keys, allocate, deadline=deadline))
                 except (TierError, BudgetExceededError) as error:
                     self._failed(stacked, error)
             else:
@@ -272,11 +283,13 @@ class TierStack:
         buffers = tuple(buffer for buffer in got[:count] if buffer is not None)
         return Fetched(buffers, tuple(sources[:count]), "" if count == len(keys) else "vanished")
 
-    async def _read(self, index: int, keys: Sequence[ChunkKey], allocate: Allocate) -> list[Buffer | None]:
+    async def _read(
+        self, index: int, keys: Sequence[ChunkKey], allocate: Allocate, deadline: float = math.inf
+    ) -> list[Buffer | None]:
         """Read chunks from one tier. A failure of the tier is counted and is a miss."""
         stacked = self.tiers[index]
         try:
-            return self._hits(stacked, await stacked.tier.get(keys, allocate))
+            return self._hits(stacked, await stacked.tier.get(keys, allocate, deadline=deadline))
         except (TierError, BudgetExceededError) as error:
             self._failed(stacked, error)
             return [None] * len(keys)

@@ -105,9 +105,9 @@ async def test_a_chunk_that_goes_while_it_is_loaded_is_not_waited_for(monkeypatc
     async with Loads(monkeypatch, tiers=["cpu", "dict"], registry=Made().registry) as loads:
         get = loads.memory.get
 
-        async def vanishing(keys, allocate):
+        async def vanishing(keys, allocate, **more):
             await loads.memory.remove(keys[3])
-            return await get(keys, allocate)
+            return await get(keys, allocate, **more)
 
         monkeypatch.setattr(loads.memory, "get", vanishing)
 

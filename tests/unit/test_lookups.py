@@ -10,9 +10,12 @@ import pytest
 from lmcache_async.engine.lookup import FirstPresent
 from lmcache_async.testing.fakes import ForwardingTier
 from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Capabilities
+from lmcache_async.tiers.middleware.breaker import BreakerStatistics, CircuitState
+from lmcache_async.types import ChunkKey
 from tests.support import engines
 from tests.support.engines import chunks_of
-from tests.support.tiers import Made, ParkingTier
+from tests.support.tiers import Made, ParkingTier, altered, hang, registry_of
 
 TOKENS = list(range(100, 140))  # 5 chunks
 OTHERS = [token + 1000 for token in TOKENS]
@@ -230,3 +233,55 @@ async def test_all_runs_but_the_first_are_queried_at_the_same_time():
 
         assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, pinned=0)
         assert made.tier.most == 4
+
+
+HANGS = {"contains": hang, "contains_many": hang, "count_prefix": hang}
+
+
+def with_a_tier_that_hangs(*, timeout_s=0.1, store_timeout_s=0.1, **members):
+    """Return arguments of `Rig.open`: host memory, and a tier whose methods never answer."""
+    tier = altered(capabilities=Capabilities(removes=True, lists=True, persistent=True), **members)
+    return {
+        "tiers": ["cpu", {"name": "slow"}],
+        "registry": registry_of(slow=tier),
+        "retrieve.timeout_s": timeout_s,
+        "store.timeout_s": store_timeout_s,
+        "shutdown_timeout_s": 0.1,
+    }
+
+
+async def test_a_tier_that_never_answers_does_not_hide_chunks_in_host_memory():
+    rig = Rig(slabs=32)
+    async with rig.open(**with_a_tier_that_hangs(**HANGS)) as engine:
+        report = await engines.store(rig, engine, TOKENS)
+        keys = keys_of(engine)
+
+        result = await engine.lookup_keys([*keys, ChunkKey(bytes(16))], lookup_id="a")
+
+        assert (report.stored, result.count, result.pinned) == (5, 5, 5)
+        assert await engine.first_present([[ChunkKey(bytes(16))], keys]) == FirstPresent(1, pinned=0)
+        loaded = await engine.retrieve([*TOKENS, *range(8)], range(48))
+        assert int(loaded.sum()) == 40
+
+
+@pytest.mark.parametrize(
+    ("circuit", "members"),
+    [("lookup", HANGS), ("read", {"get": hang, "get_many": hang, "store_timeout_s": 8.0})],
+)
+async def test_a_tier_that_uses_up_the_time_of_its_requests_is_suspended(circuit, members):
+    """Without a breaker, every request would take as long as the tier that hangs."""
+    rig = Rig(slabs=32)
+    async with rig.open(**with_a_tier_that_hangs(timeout_s=0.5, **members)) as engine:
+        await engines.store(rig, engine, TOKENS)
+        await engine.clear(memory_only=True)
+        requests = 0
+        while _state(engine, circuit) is not CircuitState.OPEN:
+            assert requests < 20
+            await engine.retrieve(TOKENS, range(40))
+            requests += 1
+
+
+def _state(engine, circuit):
+    statistics = engine.statistics().layers["slow"].values()
+    (breaker,) = (one for one in statistics if isinstance(one, BreakerStatistics))
+    return getattr(breaker, circuit).state

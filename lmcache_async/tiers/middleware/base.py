@@ -50,8 +50,10 @@ class Call:
         items: Keys and records of `put_many`. The records are leased by the caller until the call has ended.
         allocate: Leases memory for the records of `get_many`.
         cause: Argument of `reject`.
-        deadline: Time of the event loop by which the call must end: `timeout_s` after its start; infinity for no limit.
+        deadline: Time of the event loop by which the call must end: `timeout_s` after its start, or earlier if the request
+            that it belongs to ends earlier; infinity for no limit.
         local: The tier answers from memory of this process, so the call need not be limited or repeated.
+        start: Time of the event loop at which the call was made; minus infinity if it is not known.
     """
 
     verb: Verb
@@ -61,6 +63,7 @@ class Call:
     cause: str = ""
     deadline: float = math.inf
     local: bool = False
+    start: float = -math.inf
 
     @property
     def kind(self) -> Kind:

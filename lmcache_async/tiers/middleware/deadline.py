@@ -71,7 +71,8 @@ class DeadlineLayer(Layer):
         return not running
 
     async def around(self, call: Call, next: Next) -> Results:
-        limit_s, stated_s = call.deadline - asyncio.get_running_loop().time(), self.context.timeout_s
+        limit_s = call.deadline - asyncio.get_running_loop().time()
+        stated_s = min(self.context.timeout_s, round(call.deadline - call.start, 3))
         own_s = None if call.local else self._limits_s.get(call.kind)
         if own_s is not None and own_s <= limit_s:
             limit_s = stated_s = own_s
