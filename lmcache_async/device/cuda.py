@@ -165,9 +165,10 @@ class FenceThread(EventThread):
         """Query each fence once, and remove those that are reached or have failed."""
         for fence, copies in list(pending.items()):
             if _settle(copies[0], self._reached):
-                for each in copies[1:]:
-                    _settle(each, self._reached)  # each gets an error of its own
-                del pending[fence]
+                # Each gets an error of its own. After an error that does not last, the next query may return False.
+                copies[:] = [each for each in copies[1:] if not _settle(each, self._reached)]
+                if not copies:
+                    del pending[fence]
 
 
 def next_poll_s(last_s: float, waited_s: float) -> float:
@@ -286,6 +287,9 @@ class Streams(Protocol):
             spin: The thread that waits for the event busy-waits, and so notices it sooner.
         """
 
+    def end_of(self, stream: Any) -> DeviceEvent:
+        """Return an event of all work submitted to `stream`, without a call of CUDA."""
+
     def record_current(self) -> Fence:
         """Record a fence after all work submitted to the current stream of this thread."""
 
@@ -346,6 +350,9 @@ class TorchStreams:
         event = torch.cuda.Event(blocking=not spin)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def end_of(self, stream: torch.cuda.Stream) -> DeviceEvent:
+        return stream
 
     def record_current(self) -> PolledEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -489,7 +496,12 @@ class CudaCopier:
 
     def _watch(self, part: Part, lane: Lane, *, spin: bool) -> asyncio.Future[None]:
         try:
-            return lane.watch(part, self._streams.record(part.stream, spin=spin))
+            event = self._streams.record(part.stream, spin=spin)
+        except Exception as error:  # noqa: BLE001  # such as no memory for the event; submitted work may still run
+            logger.warning("no event could be recorded, waiting for the whole stream: %s", error)
+            event = self._streams.end_of(part.stream)
+        try:
+            return lane.watch(part, event)
         except BaseException:
             lane.release(part)
             raise

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from lmcache_async.errors import TierClosedError
+from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
@@ -100,6 +100,29 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
             self._running -= 1
             if not self._running and self._ended is not None and not self._ended.done():
                 self._ended.set_result(None)
+
+    async def _reject_length(
+        self, key: ChunkKey, delete: Callable[[], Awaitable[object]], nbytes: int | None = None
+    ) -> None:
+        """Count a record of an invalid length as corrupt, and delete it. It is a miss.
+
+        Args:
+            key: Its key.
+            delete: Deletes it.
+            nbytes: Its length, if it is known.
+
+        Raises:
+            ChunkCorruptError: Invalid records are not removed.
+        """
+        if not self.removes_invalid:
+            found = "an invalid length" if nbytes is None else f"{nbytes} bytes"
+            text = f"the record of key {key.hex()} has {found}, expected 1 to {self._max_record_bytes}"
+            raise ChunkCorruptError(text, cause="length")
+        self._corrupt["length"] += 1
+        with contextlib.suppress(TierError):
+            await delete()
+            if self.on_evicted is not None:
+                self.on_evicted([key])
 
     async def _end_calls(self) -> None:
         """Start no further call, and wait until no call is running. Only one task may wait.

@@ -15,6 +15,10 @@ from lmcache_async.types import ChunkKey
 MIN_HINTS = 1 << 12
 MAX_HINTS = 1 << 16
 
+MAX_STEPS = 64
+"""Chunks that are not stored, between a chunk and its nearest stored predecessor, of which both are still linked. Each `add` may
+take so many steps, also if nothing is stored, as in a full tier that refuses a long prompt."""
+
 
 class LRUPolicy:
     """Selects the chunks that a full tier deletes: the least recently used ones without a stored continuation.
@@ -135,8 +139,26 @@ class LRUPolicy:
             self._trim_hints()
         return True
 
+    def restore(self, key: ChunkKey, size: int, parent: ChunkKey | None) -> None:
+        """Add a chunk that was evicted and not deleted. It is the first to evict again.
+
+        Args:
+            key: The chunk.
+            size: Its size.
+            parent: Its predecessor, from the links of `evict`.
+        """
+        self.add(key, size)
+        if parent is not None and key not in self._parents:
+            self._link(key, parent)
+        self._queue.move_to_end(key, last=False)
+
     def evict(
-        self, wanted: int, evictable: Callable[[ChunkKey], bool], *, last_resort: bool = False
+        self,
+        wanted: int,
+        evictable: Callable[[ChunkKey], bool],
+        *,
+        last_resort: bool = False,
+        links: dict[ChunkKey, ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """Select chunks to delete and remove them from the policy.
 
@@ -144,6 +166,7 @@ class LRUPolicy:
             wanted: Total size to free, in the unit of `add`.
             evictable: Returns False for a chunk that is in use; such a chunk counts as touched.
             last_resort: If nothing else is left, also select predecessors of chunks that are in use.
+            links: Receives the predecessor of each selected chunk, for `restore`.
 
         Returns:
             Chunks with a total size of at least `wanted`, in the order of deletion; an empty list if that is
@@ -187,6 +210,8 @@ class LRUPolicy:
             self._link(key, parent)
         for key in victims:
             self._total -= self._sizes.pop(key)
+        if links is not None and victims:
+            links.update(of_victims)
         return victims
 
     def oldest(self, evictable: Callable[[ChunkKey], bool]) -> ChunkKey | None:
@@ -221,13 +246,15 @@ class LRUPolicy:
             self._hints.popitem(last=False)
 
     def _nearest(self, key: ChunkKey) -> ChunkKey:
-        """Return `key` if it is stored, else its nearest stored ancestor that is known, else `key`."""
+        """Return `key` if it is stored, else its nearest stored ancestor within `MAX_STEPS`, else `key`."""
         ancestor: ChunkKey | None = key
-        for _ in range(len(self._hints)):
-            if ancestor is None or ancestor in self._sizes:
+        for _ in range(MAX_STEPS):
+            if ancestor is None:
                 break
+            if ancestor in self._sizes:
+                return ancestor
             ancestor = self._hints.get(ancestor)
-        return ancestor or key
+        return key
 
     def _link(self, child: ChunkKey, parent: ChunkKey) -> None:
         # Chains have no cycles, but a caller that passes keys in a wrong order could create one, which would

@@ -38,12 +38,14 @@ class Reservation:
 
     Attributes:
         victims: Records to delete first. They are no longer in the index; their bytes are still counted.
+        links: The chunk before each victim in its prompt, if it is known.
         held_bytes: Bytes counted for the record and the victims: the larger of the two.
     """
 
     key: ChunkKey
     entry: Entry
     victims: dict[ChunkKey, Entry]
+    links: dict[ChunkKey, ChunkKey]
     held_bytes: int
 
 
@@ -128,8 +130,9 @@ class DiskIndex:
         missing = max(self.used_bytes + nbytes - self.max_bytes, evict_bytes)
         # Added to the policy first, so that the preceding chunks of its prompt are not evicted for it.
         self.policy.add(key, nbytes)
+        links: dict[ChunkKey, ChunkKey] = {}
         victims = self.policy.evict(
-            missing, lambda k: k in self._entries and k not in self._readers and k not in busy
+            missing, lambda k: k in self._entries and k not in self._readers and k not in busy, links=links
         )
         if missing > 0 and not victims:
             self.policy.discard(key)
@@ -143,7 +146,7 @@ class DiskIndex:
         held_bytes = max(nbytes, freed)
         self.used_bytes += held_bytes - freed
         self._reserved[key] = entry
-        return Reservation(key, entry, entries, held_bytes)
+        return Reservation(key, entry, entries, links, held_bytes)
 
     def commit(self, reservation: Reservation) -> None:
         """Add the record: it is published and the victims are deleted."""
@@ -158,9 +161,11 @@ class DiskIndex:
         del self._reserved[reservation.key]
         self.policy.discard(reservation.key)
         self.used_bytes -= reservation.held_bytes
-        for key, entry in reservation.victims.items():
+        for key, entry in reversed(reservation.victims.items()):  # the first to evict is restored last
             if key in left:
-                self._insert(key, entry)
+                self._entries[key] = entry
+                self.policy.restore(key, entry.nbytes, reservation.links.get(key))
+                self.used_bytes += entry.nbytes
         self._report_evicted([key for key in reservation.victims if key not in left])
 
     def take(self, key: ChunkKey) -> Entry | None:
@@ -219,7 +224,7 @@ class DiskIndex:
         if before is None:
             return now
         entry = self._entries.get(before) or self._reserved.get(before)
-        return now if entry is None else min(now, entry.stamp - STAMP_STEP_NS)
+        return now if entry is None else min(now, max(0, entry.stamp - STAMP_STEP_NS))
 
     def _report_evicted(self, keys: Sequence[ChunkKey]) -> None:
         self.evictions += len(keys)

@@ -616,7 +616,8 @@ class RecordStore:
         """Write the records of a batch in several threads. If cancelled, those that a thread has begun are written."""
         calls: list[Future[None]] = []
         try:
-            calls += [self._threads.start(batch.run) for _ in range(min(self._num_threads, len(batch)))]
+            # `extend` adds them one by one, so that those before an error are awaited.
+            calls.extend(self._threads.start(batch.run) for _ in range(min(self._num_threads, len(batch))))
         finally:  # if a call cannot be started, those before it still use the records
             await wait_ended(*calls, on_cancel=batch.withdraw)
         for call in calls:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from lmcache_async.errors import BudgetExceededError, ChunkCorruptError, TierError
+from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
@@ -130,25 +130,12 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
                     leased[position].resize(answer)
                     results[position] = leased.pop(position)
                 elif answer in {0, TOO_LONG}:
-                    await self._reject_length(pool, key)
+                    await self._reject_length(key, partial(pool.remove, key))
                 elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
                     results[position] = pool.error("get", key, answer)
         finally:
             for buffer in leased.values():
                 buffer.release()
-
-    async def _reject_length(self, pool: Pool, key: ChunkKey) -> None:
-        """Count a record of an invalid length as corrupt, and try to remove it. It is a miss.
-
-        Raises:
-            ChunkCorruptError: Invalid records are not removed.
-        """
-        if not self.removes_invalid:
-            text = f"the record of key {key.hex()} is empty or longer than {self._max_record_bytes} bytes"
-            raise ChunkCorruptError(text, cause="length")
-        self._corrupt["length"] += 1
-        with contextlib.suppress(TierError):
-            await pool.remove(key)
 
     async def _in_batches(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
-from lmcache_async.errors import ChunkCorruptError, TierError, TierUnavailableError
+from lmcache_async.errors import TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread
@@ -149,7 +149,8 @@ class S3Tier(BundledTier[S3Config, Bucket]):
             if content is None:
                 return None
             if isinstance(content, dict) or not len(content):
-                await self._reject_length(bucket, key, content["size"] if isinstance(content, dict) else 0)
+                nbytes = content["size"] if isinstance(content, dict) else 0
+                await self._reject_length(key, partial(bucket.delete, key), nbytes)
                 return None
             await self._copy(content, buffer, 0)
             buffer.resize(len(content))
@@ -163,7 +164,7 @@ class S3Tier(BundledTier[S3Config, Bucket]):
                 return None
             nbytes, step = found["size"], self.config.part_bytes
             if not 0 < nbytes <= self._max_record_bytes:
-                await self._reject_length(bucket, key, nbytes)
+                await self._reject_length(key, partial(bucket.delete, key), nbytes)
                 return None
             buffer = await allocate(nbytes)
             parts = [
@@ -199,27 +200,6 @@ class S3Tier(BundledTier[S3Config, Bucket]):
         """Copy into the buffer from `start` on, in a thread. If cancelled, wait for the end of the copy."""
         assert self._copies is not None
         await in_thread(self._copies, partial(_fill, content, buffer, start))
-
-    async def _reject_length(self, bucket: Bucket, key: ChunkKey, nbytes: int) -> None:
-        """Count an object of an invalid length as corrupt, and try to delete it. It is a miss.
-
-        Raises:
-            ChunkCorruptError: Invalid records are not removed.
-        """
-        if not self.removes_invalid:
-            text = f"the object of key {key.hex()} has {nbytes} bytes, expected 1 to {self._max_record_bytes}"
-            raise ChunkCorruptError(text, cause="length")
-        self._corrupt["length"] += 1
-        self._logger.report(
-            "corrupt",
-            "%s: the record of key %s has %d bytes, expected 1 to %d; it is a miss and is deleted",
-            self.config.url,
-            key.hex(),
-            nbytes,
-            self._max_record_bytes,
-        )
-        with contextlib.suppress(TierError):
-            await bucket.delete(key)
 
 
 async def _find_all(bucket: Bucket, keys: Sequence[ChunkKey]) -> list[bool]:

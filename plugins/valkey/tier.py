@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Self, TypeVar
 
 from lmcache_async.errors import (
-    ChunkCorruptError,
     ConfigError,
     TierError,
     TierUnavailableError,
@@ -161,8 +161,10 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
 
     async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         name = self._name(key)
+        too_long = 0
 
         async def run(connection: Connection) -> Buffer | ErrorReply | None:
+            nonlocal too_long
             buffer = await allocate(self._bound().slab_bytes)
             with contextlib.ExitStack() as undo:
                 undo.callback(buffer.release)
@@ -170,22 +172,16 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
                 if not isinstance(length, int):
                     return length
                 if length > buffer.nbytes:
-                    raise ChunkCorruptError(
-                        f"the value of key {key.hex()} has {length} bytes, expected at most {buffer.nbytes}",
-                        cause="length",
-                    )
+                    too_long = length
+                    return None
                 buffer.resize(length)
                 undo.pop_all()
             return buffer
 
-        try:
-            return await topology.run_at_node(name, run)
-        except ChunkCorruptError as error:
-            if not self.removes_invalid:
-                raise
-            self._corrupt[error.cause] += 1
-            await topology.ask_each(b"UNLINK", [name])  # later lookups are misses too
-            return None
+        found = await topology.run_at_node(name, run)
+        if too_long:  # after its deletion, later lookups are misses too
+            await self._reject_length(key, partial(topology.ask_each, b"UNLINK", [name]), too_long)
+        return found
 
     async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
         name = self._name(key)

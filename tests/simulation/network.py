@@ -30,6 +30,13 @@ class SimulatedWriter:
         self._arrives = 0.0
         self._closed = False
 
+    @property
+    def transport(self) -> SimulatedWriter:
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def write(self, data: bytes) -> None:
         if not self._closed:
             self._later(lambda: self._peer.feed_data(bytes(data)))

@@ -78,6 +78,10 @@ class FakeStreams:
         self.events.append(FakeEvent(self.gate, self.error))
         return self.events[-1]
 
+    def end_of(self, stream: int) -> FakeEvent:
+        self.log.append(("end", stream))
+        return FakeEvent(self.gate, self.error)
+
     def record_current(self) -> FakeEvent:
         return FakeEvent(self.gate, self.error)
 

@@ -165,3 +165,29 @@ def test_stamps_change_at_most_once_in_a_while():
 
     assert index.restamp([key_of(1), key_of(2)]) == [(key_of(1), clock.now)]
     assert index.restamp([key_of(1), key_of(2)]) == []
+
+
+def test_a_chunk_that_was_selected_and_not_deleted_is_selected_again_before_its_prefix():
+    """Its put was cancelled before the deletion, or its file could not be deleted."""
+    index = DiskIndex(4 * PAGE)
+    prompt = [key_of(number) for number in range(4)]
+    index.policy.touch(prompt, gapless=False)
+    for key in prompt:
+        index.commit(index.reserve(key, PAGE, busy=()))
+    index.policy.touch_each(prompt)
+
+    for nbytes in (PAGE, 2 * PAGE, PAGE):
+        reservation = index.reserve(key_of(9), nbytes, busy=())
+        expected = [prompt[3], prompt[2]][: nbytes // PAGE]
+        assert list(reservation.victims) == expected
+        index.cancel(reservation, left=set(expected))
+        assert index.used_bytes == 4 * PAGE
+
+
+def test_the_stamp_of_a_chunk_after_one_from_the_epoch_is_not_negative():
+    """A file system has no times before the epoch."""
+    index = DiskIndex(4 * PAGE, clock_ns=Clock())
+    index.load([StoredRecord(key_of(1), PAGE, 0)])
+    index.policy.touch([key_of(1), key_of(2)])
+
+    assert index.reserve(key_of(2), PAGE, busy=()).entry.stamp == 0

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 import aiofiles.os
 import pytest
 
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import TierClosedError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import index as disk_index
-from lmcache_async.plugins.disk.files import RecordFiles
+from lmcache_async.plugins.disk.files import DiskThreads, RecordFiles
 from lmcache_async.testing.records import key_of, record
 from tests.support.gates import Gate
 from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, put, turns
@@ -181,6 +181,31 @@ async def test_records_that_no_thread_can_delete_or_look_at_stay_stored(config, 
         assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
         for number in (1, 2):
             assert await get(tier, allocate, number)
+
+
+async def test_a_put_waits_for_its_threads_if_a_further_one_cannot_be_started(config, arena, monkeypatch):
+    """The running thread reads the records."""
+    start, started = DiskThreads.start, []
+
+    def start_one(self, *arguments, **more):
+        if started:
+            raise TierClosedError("cannot schedule new futures after shutdown")
+        started.append(start(self, *arguments, **more))
+        return started[0]
+
+    async with DiskTier(config.model_copy(update={"io_threads": 2})) as tier:
+        gate = Gate(monkeypatch, RecordFiles, "write")
+        monkeypatch.setattr(DiskThreads, "start", start_one)
+        with record(arena, 1) as first, record(arena, 2) as second:
+            gate.shut()
+            task = asyncio.create_task(tier.put_many([(key_of(1), first), (key_of(2), second)]))
+            await gate.reached()
+            await turns()
+            assert not task.done()
+            gate.open()
+            await task
+        assert len(started) == 1
+        assert tier.statistics().bytes == bytes_in(config.root)
 
 
 async def test_a_write_that_raises_an_unexpected_error_stores_nothing_and_is_not_reported_as_stored(

@@ -159,14 +159,17 @@ def test_as_a_last_resort_any_chunk_that_is_not_in_use_can_be_evicted(forest, da
     assert len(policy.evict(len(policy), anyone)) == len(held) - wanted
 
 
+class CountedKey(bytes):
+    """Key that counts how often it is looked up."""
+
+    hashes = 0
+
+    def __hash__(self) -> int:
+        CountedKey.hashes += 1
+        return super().__hash__()
+
+
 def test_the_cost_of_a_last_resort_is_proportional_to_the_chunks_in_use():
-    class CountedKey(bytes):
-        hashes = 0
-
-        def __hash__(self) -> int:
-            CountedKey.hashes += 1
-            return super().__hash__()
-
     def cost(chunks: int) -> int:
         policy = LRUPolicy()
         use(policy, [ChunkKey(CountedKey(key(number))) for number in range(chunks)])
@@ -302,3 +305,18 @@ def test_adding_a_held_chunk_is_refused():
     assert policy.discard(key(1))
     assert not policy.discard(key(1))
     assert key(1) not in policy
+
+
+def test_the_cost_of_chunks_that_are_refused_is_proportional_to_their_number():
+    """A pool without room refuses every chunk of a long prompt that was looked up."""
+
+    def cost(chunks: int) -> int:
+        policy, keys = LRUPolicy(), [ChunkKey(CountedKey(key(number))) for number in range(chunks)]
+        policy.touch(keys)
+        CountedKey.hashes = 0
+        for each in keys:
+            policy.add(each, 1)
+            policy.discard(each)
+        return CountedKey.hashes
+
+    assert cost(2000) <= 2.2 * cost(1000)

@@ -52,9 +52,12 @@ async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
 ):
     tier = S3Tier(s3_server.config(part_bytes=part_bytes))
     tier.bind(arena)
+    evicted = []
+    tier.on_evicted = evicted.extend
     async with tier:
         await obstore.put_async(open_store(tier.config), name_of(key_of(1)), content, use_multipart=False)
         assert await tier.get(key_of(1), allocate) is None
+        assert evicted == [key_of(1)]
 
         assert tier.statistics().corrupt_by_cause == {"length": 1}
         assert not await tier.contains(key_of(1))

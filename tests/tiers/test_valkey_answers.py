@@ -130,9 +130,12 @@ async def test_a_value_longer_than_any_record_is_a_miss_and_removed(server, aren
     settings = config(server.url)
     name = settings.key_prefix + key_of(1).hex()
     tier = bound(settings, arena)
+    evicted = []
+    tier.on_evicted = evicted.extend
     async with tier:
         server.ask("SET", name, bytes(SLAB_BYTES + 1))
         assert await get(tier, allocate, 1) == ["miss"]
+        assert evicted == [key_of(1)]
         assert tier.statistics().corrupt_by_cause == {"length": 1}
         assert server.ask("EXISTS", name) == 0
         server.ask("LPUSH", name, "x")  # a value of another program under the tier's name

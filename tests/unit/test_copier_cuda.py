@@ -171,6 +171,46 @@ async def test_the_thread_of_a_lane_spins_for_a_load_of_one_part_but_not_for_a_s
     assert streams.spins == [spins]
 
 
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+async def test_a_copy_ends_after_its_stream_if_no_event_can_be_recorded(way, monkeypatch):
+    """Its slab and its staging memory must not be used again before."""
+    copier, streams = fake_copier(CacheForm().build(4))
+    gate = streams.close_gate()
+
+    def fails(*_, **__):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(streams, "record", fails)
+    copying = asyncio.ensure_future(getattr(copier, way)([job_of(copier.layout, [1, 2])]))
+    await turns(20)
+
+    assert not copying.done()
+    assert not all_free(copier)
+    gate.set()
+    await copying
+    assert all_free(copier)
+    assert streams.log[-1][0] == "end"
+
+
+async def test_copies_of_a_fence_are_awaited_after_an_error_that_does_not_last():
+    answers = iter([False, RuntimeError("busy"), False, False, True])
+
+    def reached(_):
+        answer = next(answers, True)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    thread = FenceThread("fences", reached, contextlib.nullcontext)
+    fence = object()
+    first, second = thread.watch(fence), thread.watch(fence)
+
+    with pytest.raises(RuntimeError, match="busy"):
+        await first
+    await second
+    thread.close()
+
+
 async def test_a_copy_without_jobs_submits_nothing():
     copier, streams = fake_copier(CacheForm().build(4))
     streams.close_gate()

@@ -120,6 +120,9 @@ class DelayedStreams:
     def record(self, stream: Any, *, spin: bool = False) -> DeviceEvent:
         return self._delays.late(self._inner.record(stream, spin=spin))
 
+    def end_of(self, stream: Any) -> DeviceEvent:
+        return self._delays.late(self._inner.end_of(stream))
+
     def record_current(self) -> Fence:
         return self._inner.record_current()
 

@@ -176,9 +176,14 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return side is not None and self._guard(lambda: side.would_free_blocks, False)
 
     def reset_cache(self) -> bool | None:
-        if (side := self.scheduler) is not None:
-            self._guard(side.reset, None)
-        return True
+        side = self.scheduler
+
+        def reset() -> bool:
+            if side is not None:
+                side.reset()
+            return True
+
+        return self._guard(reset, False)
 
     # The worker's side.
 

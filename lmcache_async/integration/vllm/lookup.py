@@ -58,6 +58,10 @@ chunks are queried, because a boundary takes 20 to 100 us to hash."""
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 2.0
+
+MAX_BUFFERED_BYTES = 32 << 20
+"""Maximum bytes of messages that a rank has not read. Above it, lookups are misses."""
+
 _CLEAR_RETRY_S = 0.1
 
 FIRST_PAUSE_S = 0.002
@@ -586,9 +590,14 @@ class RankConnection:
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def call(self, message: Message) -> Message | None:
-        """Send a request and return the answer; None if not connected, if the connection is lost, or on an error."""
+        """Send a request and return the answer.
+
+        Return None if not connected, if the connection is lost, on an error, or if the rank does not read.
+        """
         if self._writer is None or self.identity is None:
             return None
+        if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            return None  # the rank has read nothing for many lookups
         return await self._ask(message)
 
     def post(self, message: Message) -> None:

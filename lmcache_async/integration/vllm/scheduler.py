@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm.v1.request import RequestStatus
-
 from lmcache_async.config import EngineConfig
 from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
@@ -57,6 +55,9 @@ from lmcache_async.tiers.base import Capabilities
 from lmcache_async.types import RequestPlan
 
 logger = LimitedLogger(logging.getLogger(__name__))
+
+_WITH_OUTPUT = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+"""Names of the states of requests that have ended by their own output. Not all versions of vLLM have all of them."""
 
 MAX_REPEATS = 8
 """Maximum number of lookups that one step repeats because of their age. A whole queue reaches that age at once."""
@@ -691,8 +692,13 @@ class SchedulerConnector:
             return None
         self._peeked.pop(tracker.request_id, None)
         load = self._loads.get(request.request_id)
-        if load is not None and load.job.layerwise and request.status != RequestStatus.FINISHED_ABORTED:
-            self._load_ended(request.request_id)  # it has output, so its step has loaded everything
+        if load is not None and load.job.layerwise:
+            if request.status.name in _WITH_OUTPUT:  # so its step has loaded everything
+                self._load_ended(request.request_id)
+            else:
+                # Whether the load has failed is not known yet. Blocks that its step computed after the hit are in vLLM's
+                # prefix cache, and they cannot be found by the request any more when it is known.
+                self._manager.evict_blocks(self._blocks_after(request.request_id, load.local_tokens))
         self._release(tracker.lookup_unused())
         tracker.skip_stored(self._client.epoch)
         computed = tracker.known_after(0)

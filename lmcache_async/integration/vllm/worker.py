@@ -306,8 +306,8 @@ class Transfers:
             reports = await _together(self._store_part(job, part, fence) for part in job.parts)
             report = merge_stores(reports)
             unshared = job.num_chunks - report.present - report.shared
-            if not unshared and not report.shared:
-                unshared = None  # all chunks were stored before
+            if job.epoch < self._epoch or not (unshared or report.shared):
+                unshared = None  # cleared meanwhile, or all chunks were stored before
             if self._log is not None:
                 self._log.stored(job.request_id, report)
         except Exception as error:  # the store is dropped
@@ -324,6 +324,10 @@ class Transfers:
             self._answer(job, unshared)
 
     async def _store_part(self, job: Job, part: JobPart, fence: Fence | None) -> StoreReport:
+        if (
+            job.epoch < self._epoch
+        ):  # `clear` was called since the job began; it waits only for stores that have begun
+            return StoreReport()
         chunks, rows = self._chunks(job, part)
         return await self._engine.store_chunks(
             StoreRequest(

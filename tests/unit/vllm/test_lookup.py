@@ -616,3 +616,32 @@ def test_a_promise_of_a_whole_prompt_is_kept_by_the_last_position_where_it_can_c
 
     query = Query([], groups, partial_chunks=partial_chunks)
     assert query.keeps(promise, lookup, answer, CHUNK) == kept
+
+
+async def test_lookups_of_a_rank_that_does_not_read_are_misses_before_memory_grows_without_bound(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lookup_module, "MAX_BUFFERED_BYTES", 1 << 16)
+    ended = asyncio.Event()
+
+    async def read_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ended.wait()
+        writer.close()
+
+    path = socket_dir / "rank.sock"
+    async with await asyncio.start_unix_server(read_nothing, path):
+        rank = RankConnection(0, path, lambda: None)
+        _, rank._writer = await asyncio.open_unix_connection(path)
+        rank.identity = object()  # type: ignore[assignment]
+        asked = [
+            asyncio.ensure_future(rank.call({"op": "lookup", "keys": bytes(1 << 16)})) for _ in range(20)
+        ]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+
+        missed = [one for one in asked if one.done()]
+        assert {one.result() for one in missed} == {None}
+        assert rank._writer.transport.get_write_buffer_size() <= 3 << 16
+        for one in asked:
+            one.cancel()
+        rank._writer.close()
+        ended.set()

@@ -379,6 +379,34 @@ def test_blocks_of_a_failed_layerwise_load_are_never_read(simulators: Simulators
     assert sim.outputs["sharing"] == expected(sharing, 4)
 
 
+def test_blocks_computed_after_a_failed_load_of_an_aborted_request_are_never_read(simulators: Simulators):
+    """VLLM aborts a request between its step and the report of the step, and then frees its block table."""
+    sim, tokens = simulators.stored({"chunk_size": 32}, num_tokens=160)
+    longer = tokens + prompt(96, seed=5)
+    engine = engine_of(sim.ranks[0])
+    retrieve, update = engine.retrieve_chunks, sim.scheduler.update_from_output
+
+    async def nothing(request: Any) -> Any:
+        engine.retrieve_chunks = retrieve  # once
+        return RetrieveReport()
+
+    def abort_and_update(output: Any, result: Any) -> Any:
+        if "warm" in output.num_scheduled_tokens:
+            sim.abort("warm")
+        return update(output, result)
+
+    engine.retrieve_chunks = nothing
+    sim.scheduler.update_from_output = abort_and_update
+    sim.add("warm", longer)
+    sim.run()
+    for name in ("second", "third"):
+        sim.add(name, longer)
+        sim.run()
+        assert sim.outputs[name] == expected(longer, 4)
+
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 1
+
+
 @pytest.mark.parametrize(
     ("role", "option", "stores", "loads"),
     [

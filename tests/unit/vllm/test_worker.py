@@ -26,9 +26,10 @@ from lmcache_async.integration.vllm import worker as worker_module
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
-from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
+from lmcache_async.integration.vllm.worker import RankEngine, Transfers, WorkerConnector
 from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.metrics.metrics import EngineMetrics
+from lmcache_async.testing.steps import turns
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
 from tests.support.vllm_simulator import Until
@@ -458,6 +459,43 @@ async def test_a_store_planned_before_a_reset_is_dropped_after_it(worker: Worker
     assert found.unshared == {}  # that says nothing about the tiers
     assert [request.request_id for request in worker.engine.stored] == ["r2"]
     assert worker.engine.cleared == [True]
+
+
+@pytest.mark.parametrize("turns_before", range(8))
+async def test_no_group_of_a_store_begins_after_a_reset_has_begun(turns_before: int):
+    """A reset waits only for the stores that have begun."""
+    calls: list[str] = []
+
+    class Slow(Engine):
+        async def store_chunks(self, request: Any) -> StoreReport:
+            calls.append("store")
+            await turns(20)
+            return await super().store_chunks(request)
+
+        async def clear(self, *, memory_only: bool = False) -> int:
+            calls.append("clear")
+            return await super().clear(memory_only=memory_only)
+
+    groups = [KVGroup(index, BLOCK) for index in range(3)]
+    layout: Any = SimpleNamespace(layer_ends={}, num_planes=1)
+    engine: Any = Slow()
+    transfers = Transfers(
+        engine,
+        SimpleNamespace(submit=None),
+        rank=0,
+        chunk_size=CHUNK,
+        groups=groups,
+        layout=layout,  # type: ignore[arg-type]
+    )
+    stored = job()
+    stored = replace(stored, parts=tuple(replace(stored.parts[0], group=index) for index in range(3)))
+
+    storing = asyncio.ensure_future(transfers._store(stored, None))
+    await turns(turns_before)
+    await transfers.clear(1, memory_only=True)
+    await storing
+
+    assert "store" not in calls[calls.index("clear") :]
 
 
 def test_close_closes_the_engine_and_removes_the_socket(make: Callable[..., Worker]):
