@@ -15,6 +15,7 @@ from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
 from lmcache_async.config.validation import Origin, hint, nearest, show
 from lmcache_async.config.values import (
+    MAX_BYTES,
     MAX_SECONDS,
     number_parser,
     parse_count,
@@ -38,7 +39,10 @@ _parse_milliseconds = number_parser(
 
 def _gibibytes(value: object) -> int:
     """Parse a number of GB, which are GiB in LMCache, to bytes."""
-    return int(_parse_gibibytes(value) * 1024**3)
+    size = _parse_gibibytes(value) * 1024**3
+    if size > MAX_BYTES:
+        raise ValueError(f"expected at most {MAX_BYTES >> 30} GiB")
+    return int(size)
 
 
 def _milliseconds(value: object) -> float:

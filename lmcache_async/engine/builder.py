@@ -92,16 +92,21 @@ def build(
     """
     _check_groups(config, groups)
     cipher = _open_cipher(config)
-    formats = [
-        RecordFormat(
-            namespace=group.namespace.text,
-            layout=group.layout.text,
-            dtype=group.layout.dtype,
-            chunk_size=config.chunk_size,
-            reserved_bytes=ENVELOPE_BYTES if cipher else 0,
-        )
-        for group in groups
-    ]
+    try:
+        formats = [
+            RecordFormat(
+                namespace=group.namespace.text,
+                layout=group.layout.text,
+                dtype=group.layout.dtype,
+                chunk_size=config.chunk_size,
+                reserved_bytes=ENVELOPE_BYTES if cipher else 0,
+            )
+            for group in groups
+        ]
+    except (
+        ValueError
+    ) as error:  # the header of a record, which has the token ids of a chunk, would be too long
+        raise ConfigError(f"chunk_size: {error}") from error
     record_bytes = max(
         record_format.record_bytes(
             group.layout.payload_bytes(config.chunk_size // group.layout.tokens_per_row)

@@ -349,7 +349,10 @@ class CacheEngine:
                 )
             except (BudgetExceededError, TierError):
                 return 0
-            return sum(len(chunk.tokens) for batch in batches for chunk in batch.chunks)
+            # Chunks that were read may have no place in host memory, or may have been evicted for later ones.
+            chunks = [chunk for batch in batches for chunk in batch.chunks]
+            kept, _ = await self._parts.stack.plan([chunk.key for chunk in chunks], in_arena=True)
+            return sum(len(chunk.tokens) for chunk in chunks[: len(kept)])
 
     async def clear(self, *, memory_only: bool = False) -> int:
         """Delete all chunks and return their number. A tier that cannot list its records keeps them.

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack, cast
 
 import torch
 from prometheus_client import Metric
@@ -29,6 +29,9 @@ from lmcache_async.errors import ConfigError, EngineClosedError
 from lmcache_async.hashing import Namespace, TokenIds
 
 T = TypeVar("T")
+
+INTERRUPT_S = 30.0
+"""Longest wait for the end of a call that was interrupted, such as by Ctrl+C."""
 _Memory: TypeAlias = list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 logger = logging.getLogger("lmcache_async")
@@ -134,7 +137,7 @@ class LMCacheEngine:
             ValueError: The value of an argument does not fit the tokens or the cache.
         """
         engine, rows, options = self._transfer("store", mask, kwargs)
-        self._wait(engine.store(tokens, rows, **options))
+        self._wait(engine.store(_on_host(tokens), rows, **options))
 
     def retrieve(
         self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]
@@ -146,7 +149,7 @@ class LMCacheEngine:
             consecutive, except that tokens with slot -1 are always False.
         """
         engine, rows, options = self._transfer("retrieve", mask, kwargs)
-        return self._wait(engine.retrieve(tokens, rows, **options))
+        return self._wait(engine.retrieve(_on_host(tokens), rows, **options))
 
     def lookup(
         self,
@@ -171,7 +174,7 @@ class LMCacheEngine:
         if engine is None:
             return 0
         return self._wait(
-            engine.lookup(tokens, namespace=given.namespace, lookup_id=lookup_id if pin else None)
+            engine.lookup(_on_host(tokens), namespace=given.namespace, lookup_id=lookup_id if pin else None)
         )
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
@@ -188,7 +191,9 @@ class LMCacheEngine:
         """
         given = check_arguments("prefetch", kwargs)
         engine = self._ready(given.kv_caches)
-        return 0 if engine is None else self._wait(engine.prefetch(tokens, namespace=given.namespace))
+        if engine is None:
+            return 0
+        return self._wait(engine.prefetch(_on_host(tokens), namespace=given.namespace))
 
     def clear(self, *, memory_only: bool = False) -> int:
         """Delete the chunks of all tiers, or of memory only; return their number."""
@@ -258,6 +263,8 @@ class LMCacheEngine:
 
     def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
         self._loop.check_process()
+        if self._closed:  # before the lock, which `close` holds until everything is closed
+            raise EngineClosedError("the engine was closed")
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine was closed")
@@ -280,12 +287,12 @@ class LMCacheEngine:
                 "slot_mapping= is missing; expected the slot of each token in the paged KV cache"
             )
         options = {
-            "mask": mask,
+            "mask": _on_host(mask),
             "namespace": given.namespace,
             "request_id": given.request_id,
             "fence": engine.copier.fence(),
         }
-        return engine, given.slot_mapping, options
+        return engine, _on_host(given.slot_mapping), options
 
     def _open(self, kv_caches: Layers) -> None:
         layout = self.metadata.layout_of(kv_caches)
@@ -298,13 +305,38 @@ class LMCacheEngine:
         self._memory = _memory_of(kv_caches)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = self._loop.submit(coroutine)
+        """Return the result of the coroutine. If the wait is interrupted, the coroutine is cancelled and its end awaited.
+
+        A running copy is awaited too, because it accesses memory that the caller may use again.
+        """
+        started, ended = threading.Event(), threading.Event()
+
+        async def run() -> T:
+            started.set()
+            try:
+                return await coroutine
+            finally:
+                ended.set()
+
+        try:
+            future = self._loop.submit(run())
+        except EngineClosedError:
+            coroutine.close()
+            raise
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
             raise EngineClosedError(self._loop.closed or "the engine was closed during the call") from error
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                with contextlib.suppress(EngineClosedError, concurrent.futures.CancelledError, TimeoutError):
+                    self._loop.submit(_call(bool)).result(
+                        INTERRUPT_S
+                    )  # runs after the start of `run`, if that starts
+                    if started.is_set():
+                        ended.wait(INTERRUPT_S)
+            if not started.is_set():
+                coroutine.close()
             raise
 
 
@@ -333,6 +365,9 @@ class LMCacheEngineBuilder:
             EngineClosedError: The engine belongs to the parent of this forked process.
             ValueError: The engine was opened with other tensors.
         """
+        former = cls._engines.get(instance_id)
+        if former is not None and former.closed:
+            former.close()  # returns when it has closed its tiers, whose directories the new engine may use
         with cls._lock:
             engine = cls._find(instance_id)
             if engine is None:
@@ -400,6 +435,11 @@ os.register_at_fork(after_in_child=LMCacheEngineBuilder._renew_lock)
 
 async def _call(function: Callable[[], T]) -> T:
     return function()
+
+
+def _on_host(values: T) -> T:
+    """Copy a tensor to the host on this thread, after the work of its current stream, which may compute it."""
+    return cast("T", values.detach().cpu()) if isinstance(values, torch.Tensor) else values
 
 
 def _memory_of(kv_caches: Layers) -> _Memory:

@@ -24,8 +24,9 @@ USUAL_LAYERS = tuple(LayerSpec.model_validate(name) for name in ("metrics", "ret
 USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
 """Default layers of a tier in the arena."""
 
-TIER_CLOSE_S = 3.0
-"""Longest wait for the running calls of a tier, and then for its closing, after its queue was written."""
+TIER_CLOSE_S, MIN_CLOSE_S = 3.0, 0.1
+"""Longest wait for the running calls of a tier, and then for its closing, after its queue was written; and its minimum, with
+which a tier that works can close even if `shutdown_timeout_s` is 0."""
 
 
 def stacked_tiers(
@@ -58,7 +59,7 @@ def stacked_tiers(
             layers=layers,
             timeout_s=spec.timeout_s,
             open_timeout_s=spec.open_timeout_s,
-            close_timeout_s=min(config.shutdown_timeout_s, TIER_CLOSE_S),
+            close_timeout_s=min(max(config.shutdown_timeout_s, MIN_CLOSE_S), TIER_CLOSE_S),
             watcher=watcher,
         )
         writer = None

@@ -98,10 +98,8 @@ class Runner(Generic[Out]):
                     for index, batch in enumerate(run.batches):
                         nbytes = batch.budget_bytes(self.chunk_bytes, self.budget.max_bytes)
                         try:
-                            if self.admit is not None:
-                                await self.admit(batch, run.num_chunks, deadline - loop.time())
-                            if nbytes and not self.budget.reserve_nowait(nbytes):
-                                await self.budget.reserve(nbytes, timeout_s=deadline - loop.time())
+                            if self.admit is not None or (nbytes and not self.budget.reserve_nowait(nbytes)):
+                                await self._admit(run, batch, nbytes, deadline)
                         except BaseException as error:
                             batch.scope.close()
                             if isinstance(error, BudgetExceededError):
@@ -128,6 +126,26 @@ class Runner(Generic[Out]):
                 scope.close()
             copied()
         return self._results(run)
+
+    async def _admit(self, run: _Run[Out], batch: Batch, nbytes: int, deadline: float) -> None:
+        """Wait until the batch may start, and reserve its bytes.
+
+        Raises:
+            BudgetExceededError: It may not start, or the run has ended meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as run.admission:
+                if self.admit is not None:
+                    await self.admit(batch, run.num_chunks, deadline - loop.time())
+                if nbytes and not (self.admit and self.budget.reserve_nowait(nbytes)):
+                    await self.budget.reserve(nbytes, timeout_s=deadline - loop.time())
+        except TimeoutError as error:
+            if not (run.admission and run.admission.expired()):
+                raise
+            raise BudgetExceededError("the run has ended") from error
+        finally:
+            run.admission = None
 
     def _split(self, batch: Batch) -> list[Batch]:
         most = max(self.batch_chunks, self.budget.max_bytes // self.chunk_bytes)
@@ -225,6 +243,7 @@ class _Run(Generic[Out]):
         self.results: list[Out | None] = [None] * count
         self.tasks: list[asyncio.Task[None]] = []
         self.ended = False
+        self.admission: asyncio.Timeout | None = None  # of the batch that waits for its start
         self.writing: set[int] = set()
         self._done = [asyncio.get_running_loop().create_future() for _ in batches]  # of each batch
         self._last = count
@@ -247,17 +266,23 @@ class _Run(Generic[Out]):
 
     def end_after(self, index: int) -> None:
         """Cancel the batches after `index`; their tasks release what they hold."""
-        self.ended = True
+        self._end_admission()
         self._last = min(self._last, index)
         for task in self.tasks[index + 1 :]:
             task.cancel()
 
     def give_up(self) -> None:
         """Cancel all batches at the deadline, except those that may have written device rows."""
-        self.ended = True
+        self._end_admission()
         for index, task in enumerate(self.tasks):
             if index not in self.writing:
                 task.cancel()
+
+    def _end_admission(self) -> None:
+        """Start no further batch, also none that waits for its start."""
+        self.ended = True
+        if self.admission is not None:
+            self.admission.reschedule(0.0)
 
 
 class Once:

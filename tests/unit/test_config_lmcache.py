@@ -276,6 +276,7 @@ def test_a_remote_url_is_the_installed_tier_of_its_scheme(load, tmp_path, monkey
     [
         ({"LOCAL_DISK": "/x", "MAX_LOCAL_DISK_SIZE": "0.0"}, "LMCACHE_LOCAL_DISK: local_disk is '/x': expected max_local_disk_size beside it, a number of GiB above 0 (without it LMCache never uses the disk)"),
         ({"LOCAL_DISK": "/x", "MAX_LOCAL_DISK_SIZE": "5GB"}, "LMCACHE_MAX_LOCAL_DISK_SIZE: max_local_disk_size is '5GB': expected a number of GiB above 0"),
+        ({"MAX_LOCAL_CPU_SIZE": "1e308"}, "LMCACHE_MAX_LOCAL_CPU_SIZE: max_local_cpu_size is '1e308': expected at most 4294967296 GiB"),
         ({"MAX_LOCAL_CPU_SIZE": "0"}, "LMCACHE_MAX_LOCAL_CPU_SIZE: max_local_cpu_size is '0': expected a number of GiB above 0"),
         ({"MAX_LOCAL_CPU_SIZ": "1"}, "LMCACHE_MAX_LOCAL_CPU_SIZ: LMCache has no setting max_local_cpu_siz; did you mean LMCACHE_MAX_LOCAL_CPU_SIZE?"),
         ({"EXTRA_CONFIG": "a"}, "LMCACHE_EXTRA_CONFIG: extra_config is 'a': expected a mapping, such as {\"key\": \"value\"}"),

@@ -111,6 +111,12 @@ async def test_a_chunk_size_that_is_no_multiple_of_every_groups_block_is_refused
             pass
 
 
+async def test_a_chunk_size_whose_token_ids_do_not_fit_in_a_header_is_refused():
+    with pytest.raises(ConfigError, match="chunk_size: a record's header would have"):
+        async with opened(Rig(), chunk_size=300_000):
+            pass
+
+
 async def test_two_groups_with_one_namespace_are_refused():
     """Their chunks would have the same keys, and each could be loaded as the other."""
     rig = Rig()

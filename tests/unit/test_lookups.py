@@ -285,3 +285,38 @@ def _state(engine, circuit):
     statistics = engine.statistics().layers["slow"].values()
     (breaker,) = (one for one in statistics if isinstance(one, BreakerStatistics))
     return getattr(breaker, circuit).state
+
+
+@pytest.mark.parametrize(
+    ("tiers", "settings", "chunks"),
+    [
+        (["cpu", "dict"], {}, 5),
+        ([{"name": "cpu", "max_bytes": 2 * 8192}, "dict"], {}, 2),
+        (["cpu", "dict"], {"retrieve.promote": False}, 0),
+        (["dict"], {}, 0),
+    ],
+)
+async def test_a_prefetch_returns_the_tokens_that_are_in_host_memory(tiers, settings, chunks):
+    rig, made = Rig(slabs=32), Made()
+    async with rig.open(tiers=tiers, registry=made.registry, **settings) as engine:
+        await engines.store(rig, engine, TOKENS)
+        await engine.flush(timeout_s=60)
+        await engine.clear(memory_only=True)
+
+        assert await engine.prefetch(TOKENS) <= 8 * chunks
+        memory = engine.statistics().tiers.get("cpu")
+        assert (memory.chunks if memory else 0) == chunks
+
+
+async def test_an_engine_without_time_to_close_abandons_a_tier_that_does_not_close(caplog):
+    closes = altered(__aexit__=hang)
+    async with asyncio.timeout(60):
+        async with Rig().open(tiers=["cpu", "slow"], registry=registry_of(slow=closes), shutdown_timeout_s=0):
+            pass
+    assert "did not close within 0.2 s" in caplog.text
+
+
+async def test_a_tier_that_works_closes_without_a_warning_if_there_is_no_time_for_its_queue(caplog):
+    async with Rig().open(tiers=["cpu", "dict"], registry=Made().registry, shutdown_timeout_s=0):
+        pass
+    assert "did not close" not in caplog.text

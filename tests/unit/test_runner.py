@@ -420,3 +420,25 @@ async def test_a_lease_of_a_stage_for_whole_requests_is_released_with_the_last_b
     with pytest.raises(TierUnavailableError):
         await failing.run(request_of(count), timeout_s=60)
     assert held.released == 2
+
+
+async def test_a_run_whose_result_is_known_does_not_wait_for_the_memory_of_its_next_batch():
+    watch, other = Watch(fail_at=0, gates={0: asyncio.Event()}), []
+    queued = asyncio.Event()
+
+    async def admit(batch, num_chunks, timeout_s):
+        if batch.chunks[0].start == 2:  # another request is before this batch in the queue
+            other.append(asyncio.ensure_future(budget.reserve(20, timeout_s=60)))
+            await asyncio.sleep(0)
+            queued.set()
+
+    runner, budget = runner_of(
+        watch, Starts(), max_bytes=30, ends=lambda result: "tier_unavailable" in result, admit=admit
+    )
+    running = asyncio.ensure_future(runner.run(request_of(6), timeout_s=60))
+    await queued.wait()
+    watch.gates[0].set()
+
+    assert await running == [["tier_unavailable"]]
+    await other[0]
+    assert budget.statistics().used_bytes == 20

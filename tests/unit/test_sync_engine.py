@@ -1,5 +1,6 @@
 """The facade with LMCache's names: same arguments, same masks, usable in any thread, without leaks."""
 
+import asyncio
 import gc
 import re
 import threading
@@ -414,6 +415,75 @@ def test_a_fence_is_taken_on_the_callers_thread(engine, paged, monkeypatch):
     check_retrieve(engine, paged, expected=[True] * 40)
 
     assert set(threads) == {threading.current_thread()}, "what the caller's stream does was not waited for"
+
+
+def test_tensors_of_a_device_are_copied_on_the_callers_thread(engine, paged, monkeypatch):
+    """Kernels of the caller's current stream may compute them, and the event loop has another current stream."""
+    threads, cpu = {}, torch.Tensor.cpu
+
+    def copied(tensor):
+        threads.setdefault(tensor.data_ptr(), threading.current_thread())  # further copies do nothing
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    paged.fill(TOKENS, range(40))
+    for call in (engine.store, engine.retrieve):
+        call(torch.tensor(TOKENS), torch.ones(40, dtype=torch.bool), slot_mapping=torch.arange(40))
+        assert len(threads) == 3
+        assert set(threads.values()) == {threading.current_thread()}
+        threads.clear()
+    for call in (engine.lookup, engine.prefetch):
+        call(torch.tensor(TOKENS))
+        assert list(threads.values()) == [threading.current_thread()]
+        threads.clear()
+
+
+class InterruptedWait:
+    """A future whose `result` raises KeyboardInterrupt when the copy has begun."""
+
+    def __init__(self, future, begun):
+        self.future, self.begun = future, begun
+
+    def result(self):
+        assert self.begun.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    def cancel(self):
+        return self.future.cancel()
+
+
+def test_an_interrupted_call_returns_after_its_copy_has_ended(engine, paged, monkeypatch):
+    """The caller may use the slots again."""
+    store(engine, paged)
+    begun, ended, submit = threading.Event(), [], engine._loop.submit
+
+    async def scatter(jobs, fence=None, progress=None):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    def submit_first(coroutine):
+        monkeypatch.setattr(engine._loop, "submit", submit)
+        return InterruptedWait(submit(coroutine), begun)
+
+    monkeypatch.setattr(engine._engine.copier, "scatter", scatter)
+    monkeypatch.setattr(engine._loop, "submit", submit_first)
+    with pytest.raises(KeyboardInterrupt):
+        engine.retrieve(TOKENS, slot_mapping=torch.arange(40))
+    assert ended == [True]
+
+
+def test_calls_are_refused_at_once_while_the_engine_closes(paged, monkeypatch):
+    engine = LMCacheEngine(config(), kv_caches=paged.caches)
+    with engine._lock:  # as `close` does until everything is closed
+        engine._closed = True
+        with ThreadPoolExecutor(1) as pool, pytest.raises(EngineClosedError):
+            pool.submit(engine.lookup, TOKENS).result(LONG_S)
+        engine._closed = False
+    engine.close()
 
 
 # The builder.

@@ -3,6 +3,7 @@
 # fmt: off
 ENGINE: list[tuple[str, list[str]]] = [
     ('max_local_cpu_size: x\nlocal_cpu: true', ["{file}, line 1: max_local_cpu_size is 'x': expected a number of GiB above 0"]),
+    ('max_local_cpu_size: 1e308\nlocal_cpu: true', ["{file}, line 1: max_local_cpu_size is '1e308': expected at most 4294967296 GiB"]),
     ('lookup_timeout_ms: 0\nlocal_cpu: true\nsave_decode_cache: perhaps', ['{file}, line 1: lookup_timeout_ms is 0: expected a number of milliseconds above 0', "{file}, line 3: save_decode_cache is 'perhaps': expected true or false (also yes/no, on/off, 1/0)"]),
     ('local_cpu: false\nmax_local_cpu_size: 1', ['{file}, line 1: local_cpu is False: no tier is left: expected local_cpu on, a local_disk, or a remote_url whose tier is installed']),
     ('local_cpu: true\nlocal_disk: "file://"\nmax_local_disk_size: 1', ["{file}, line 2: local_disk is 'file://': expected one path, plain or as file://; name several disk tiers under tiers"]),

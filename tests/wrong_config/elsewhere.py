@@ -13,6 +13,7 @@ lmcache_async/daemon/server.py | exists and is not a socket | tests/daemon/test_
 lmcache_async/daemon/server.py | another daemon listens | tests/daemon/test_session.py | another daemon listens
 lmcache_async/engine/builder.py | expected a multiple of the | tests/unit/test_engine_groups.py | expected a multiple of the 8 tokens of a block
 lmcache_async/engine/builder.py | the hash key of the namespace | tests/security/test_secrets.py | hash_key: the hash key of the namespace
+lmcache_async/engine/builder.py | chunk_size: {error} | tests/unit/test_engine_groups.py | chunk_size: a record's header
 lmcache_async/engine/sync.py | exists with another config | tests/unit/test_sync_engine.py | exists with another config or other metadata
 lmcache_async/hashing/digest.py | needs the package blake3 | tests/unit/test_hashing_namespace.py | lmcache-async\[blake3\]
 lmcache_async/integration/vllm/config.py | kv_head_shards is {shards}, but {reason} | tests/unit/vllm/test_config.py | test_numbers_of_head_shards_that_are_refused
