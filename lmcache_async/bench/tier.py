@@ -256,8 +256,11 @@ def _raw_limit(
     with contextlib.ExitStack() as stack:
         try:
             if isinstance(path, str):
-                parent = Path(path).expanduser().absolute().parent
-                directory = tempfile.TemporaryDirectory(dir=parent, prefix="lmcache-async-bench")
+                root = Path(path.removeprefix("file://")).expanduser().absolute()
+                # In the directory of the tier, which may be a mount point. The tier ignores hidden names.
+                directory = tempfile.TemporaryDirectory(
+                    dir=root if root.is_dir() else root.parent, prefix=".lmcache-async-bench-"
+                )
                 folder = Path(stack.enter_context(directory))
                 files = stack.enter_context(
                     RawFiles(folder, pages(records.record_bytes), records.count, connections)

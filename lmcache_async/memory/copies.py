@@ -15,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.threads import run_shielded
 
@@ -111,6 +112,8 @@ class CopyQueue:
         self._queue = self._module.open_queue(self._event)
         self._name = name
         self._missing = threads
+        self._process = os.getpid()
+        self._closed = False
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._copies: dict[int, asyncio.Future[None]] = {}
@@ -128,7 +131,10 @@ class CopyQueue:
         Raises:
             ValueError: The arguments of a piece do not fit together. Nothing is copied.
             RuntimeError: No thread can be started.
+            EngineClosedError: The queue is closed.
         """
+        if self._closed:
+            raise EngineClosedError("the copier is closed")
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._move_to(loop)
@@ -139,7 +145,13 @@ class CopyQueue:
         await run_shielded(copied, on_cancel=partial(self._module.withdraw, self._queue, number))
 
     def close(self) -> None:
-        """Wait for all copies and end the threads. Called on the thread of the event loop, or after its end. Idempotent."""
+        """Wait for all copies and end the threads. Called on the thread of the event loop, or after its end. Idempotent.
+
+        In a forked child it does nothing: the threads, and the event loop's file descriptors, are those of the parent.
+        """
+        if self._process != os.getpid():
+            return
+        self._closed = True
         self._move_to(None)
         self._module.close_queue(self._queue)
         for thread in self._threads:

@@ -39,7 +39,7 @@ def arguments(request, tmp_path):
             return [name]
         case "tier of a config":
             config = tmp_path / "kv.yaml"
-            tier = {"name": "disk", "id": "local", "path": str(tmp_path / "kv"), "max_bytes": "1GiB"}
+            tier = {"name": "disk", "id": "local", "path": f"file://{tmp_path}/kv", "max_bytes": "1GiB"}
             config.write_text(json.dumps({"tiers": ["cpu", tier]}))
             return ["tier", "local", "--config", str(config)]
         case "tier by JSON":

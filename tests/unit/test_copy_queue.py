@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 
+from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory import copies
 from lmcache_async.memory.copies import CopyQueue, Rows
 from lmcache_async.testing.steps import turns
@@ -168,6 +169,34 @@ async def test_closing_waits_for_all_copies_and_ends_the_threads():
         batch.check()
     assert set(threading.enumerate()) == before
     await asyncio.gather(*copying)
+
+
+async def test_a_closed_queue_refuses_copies():
+    queue = CopyQueue(2, "copies")
+    await queue.copy([one_row()[1]], to_payload=True, stream=False)
+    queue.close()
+
+    with pytest.raises(EngineClosedError):
+        await queue.copy([one_row()[1]], to_payload=True, stream=False)
+
+
+async def test_a_forked_child_that_closes_a_queue_takes_nothing_from_its_parent():
+    queue = CopyQueue(2, "copies")
+    await queue.copy([one_row()[1]], to_payload=True, stream=False)
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        queue.close()
+        os._exit(0)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+
+    assert status == 0
+    target, piece = one_row()
+    async with asyncio.timeout(60):
+        await queue.copy([piece], to_payload=True, stream=False)
+    assert any(target)
+    queue.close()
 
 
 async def test_without_a_thread_a_copy_fails_and_a_later_one_succeeds(monkeypatch):
