@@ -245,7 +245,7 @@ class StoreConfig(ChainConfig):
     """Maximum length of the write queue of a slower tier, in seconds at its measured write rate. Must be
     below vLLM's --shutdown-timeout, or a restart loses queued writes."""
     timeout_s: Seconds = 30.0
-    """Longest time until all chunks of a store are stored or dropped, in seconds."""
+    """Longest time until all chunks of a store are stored or dropped, in seconds. Lookups may take half of it."""
     partial_chunks: Flag = True
     """Also store the incomplete last chunk of a prompt."""
     generated_tokens: Flag = True
@@ -258,7 +258,7 @@ class RetrieveConfig(ChainConfig):
     stages: Names = DEFAULT_RETRIEVE_STAGES
     """Names of the stages of the retrieve chain, in order."""
     timeout_s: Seconds = 10.0
-    """Longest time of a retrieve, in seconds; chunks that are not loaded by then are misses."""
+    """Longest time of a retrieve, in seconds; chunks that are not loaded by then are misses. Lookups may take half of it."""
     verify: Flag = True
     """Verify the checksums of records; disable it only to measure its cost."""
     verify_arena: Flag = False

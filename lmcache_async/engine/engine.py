@@ -311,8 +311,8 @@ class CacheEngine:
                 if waiting:
                     await asyncio.wait(waiting, timeout=left())
                 report = _merge_stored(batches, start, copied.time or start)
-                for instrument in self._instruments:
-                    instrument.stored(request.request_id, report)
+                if request.reported:
+                    self.report_stored(request.request_id, report)
                 return report
         finally:
             copied()
@@ -334,9 +334,19 @@ class CacheEngine:
             report = _merge_retrieved(batches, asked, start)
             if request.progress is None:  # otherwise the time includes computation of the model
                 self._lookups.costs.note(report)
-            for instrument in self._instruments:
-                instrument.retrieved(request.request_id, report)
+            if request.reported:
+                self.report_retrieved(request.request_id, report)
             return report
+
+    def report_stored(self, request_id: str, report: StoreReport) -> None:
+        """Count and log a store whose requests were not `reported`. Called on the thread of the event loop."""
+        for instrument in self._instruments:
+            instrument.stored(request_id, report)
+
+    def report_retrieved(self, request_id: str, report: RetrieveReport) -> None:
+        """Count and log a retrieve whose requests were not `reported`. Called on the thread of the event loop."""
+        for instrument in self._instruments:
+            instrument.retrieved(request_id, report)
 
     async def prefetch_chunks(self, request: RetrieveRequest) -> int:
         """Load the longest stored prefix of the request's chunks into host memory; return its tokens."""

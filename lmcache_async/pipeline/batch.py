@@ -52,6 +52,8 @@ class Request:
         request_namespace: Text for everything that the request's KV depends on besides the engine's namespace
             (`RequestNamespace.label`); part of each record.
         fence: Device event that the copy waits for.
+        reported: Whether the engine counts and logs the result. Otherwise the caller has that done once for all KV cache
+            groups of a request, by `CacheEngine.report_stored` or `report_retrieved`.
     """
 
     request_id: str = ""
@@ -63,6 +65,7 @@ class Request:
     root: bytes = b""
     request_namespace: str = ""
     fence: Fence | None = None
+    reported: bool = True
 
     @property
     def waited_for(self) -> bool:

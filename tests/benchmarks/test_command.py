@@ -220,7 +220,7 @@ def test_a_command_of_the_page_is_accepted(line, monkeypatch):
     if words[:2] == ["lmcache-async", "bench"]:
         assert CliRunner().invoke(app, [*words[1:3], "--help"]).exit_code == 0
     elif words[:2] == ["pip", "install"]:
-        assert words[2] == "lmcache-async[cli]"
+        assert words[2] == ".[cli]"
     else:
         assert words[:3] == ["python", "-m", "tools.benchmarks"]
         monkeypatch.setattr(command, "_results", lambda given, own: chosen.append((given, own)) or ())

@@ -14,6 +14,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
+from lmcache_async.pipeline.report import merge_retrieves
 from lmcache_async.testing.rig import Rig
 
 TOKENS = np.arange(24, dtype=np.int32)
@@ -124,3 +125,18 @@ async def test_two_groups_with_one_namespace_are_refused():
     with pytest.raises(ValueError, match="group 2 has the namespace of group 0"):
         async with opened(rig, Rig(model="second"), Rig()):
             pass
+
+
+async def test_the_groups_of_a_request_are_counted_once():
+    rigs = two_groups()
+    async with opened(*rigs) as engine:
+        reports = []
+        for group, rig in enumerate(rigs):
+            await store(engine, rig, group)
+            request = replace(request_of(RetrieveRequest, rig, group), request_id="r", reported=False)
+            reports.append(await engine.retrieve_chunks(request))
+        assert engine.metrics.values("retrieves_total") == {("complete",): 0}
+        engine.report_retrieved("r", merge_retrieves(reports))
+
+        assert engine.metrics.values("retrieves_total") == {("complete",): 1}
+        assert engine.metrics.values("retrieve_hit_tokens_total") == {("cpu",): len(TOKENS)}

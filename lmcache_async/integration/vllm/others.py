@@ -83,6 +83,9 @@ class OtherLoads:
             may_load: Whether any connector loads in this step.
         """
         self._find_starting()
+        # Without reports of the ranks, because this connector's engine could not be opened, the end of a load is not known.
+        while self._loads and now > self._loads[0].until + WAIT_S:
+            del self._loads[0]
         for tracker in self._starting if may_load else ():
             if tracker.request_id in scheduled:
                 tracker.stores = False

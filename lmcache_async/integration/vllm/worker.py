@@ -23,7 +23,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.progress import LoadProgress
-from lmcache_async.engine.builder import EngineGroup, default_logger
+from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ConfigError, EngineClosedError, LMCacheAsyncError, MissingDependencyError
@@ -50,7 +50,6 @@ from lmcache_async.integration.vllm.lookup_server import (
 )
 from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.metrics.instrument import Instrument, LogInstrument
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import merge_retrieves, merge_stores
@@ -89,8 +88,6 @@ class Transfers:
     whole request.
 
     Args:
-        log: Receives the stores and loads of jobs, whose groups are stores and loads of the engine.
-
     Attributes:
         layerwise: The loads that the forward pass of their own step awaits.
     """
@@ -105,14 +102,12 @@ class Transfers:
         groups: Sequence[KVGroup],
         layout: KVLayout,
         notices: Notices | None = None,
-        log: Instrument | None = None,
     ) -> None:
         self.layerwise = LayerwiseLoads(self.give_up, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
         self._notices = notices
-        self._log = log
         self._chunk_size = chunk_size
         self._groups = groups
         self._leading = leading_group(groups).index
@@ -260,8 +255,8 @@ class Transfers:
             self._load_ended(job, missing)
             if progress is not None:
                 progress.end()
-        if self._log is not None and reports:
-            self._log.retrieved(job.request_id, merge_retrieves(reports))
+        if reports:
+            self._engine.report_retrieved(job.request_id, merge_retrieves(reports))
 
     async def _load_part(
         self,
@@ -290,6 +285,7 @@ class Transfers:
                 rows=rows,
                 request_namespace=job.request_namespace,
                 fence=fence,
+                reported=False,
                 awaited=awaited,
                 progress=progress,
             )
@@ -308,8 +304,7 @@ class Transfers:
             unshared = job.num_chunks - report.present - report.shared
             if job.epoch < self._epoch or not (unshared or report.shared):
                 unshared = None  # cleared meanwhile, or all chunks were stored before
-            if self._log is not None:
-                self._log.stored(job.request_id, report)
+            self._engine.report_stored(job.request_id, report)
         except Exception as error:  # the store is dropped
             logger.log(
                 logging.ERROR,
@@ -337,6 +332,7 @@ class Transfers:
                 rows=rows,
                 request_namespace=job.request_namespace,
                 fence=fence,
+                reported=False,
                 on_copied=lambda: self._part_copied(job),
             )
         )
@@ -567,7 +563,6 @@ class OpenEngine(Protocol):
         watcher: Watcher | None = None,
         replica: int = 0,
         more_groups: Sequence[EngineGroup] = (),
-        instrument: Instrument | None = None,
     ) -> AbstractAsyncContextManager[Any]: ...
 
 
@@ -735,7 +730,6 @@ class RankEngine:
             groups=self._groups,
             layout=groups[0].layout,
             notices=self._notices,
-            log=LogInstrument(default_logger().logger) if len(groups) > 1 else None,
         )
         self.server = LookupServer(
             engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory_lookup
@@ -793,7 +787,6 @@ class RankEngine:
             options: dict[str, Any] = {} if self._notices is None else {"watcher": self._notices}
             if len(groups) > 1:
                 options["more_groups"] = groups[1:]
-                options["instrument"] = Instrument()  # one line in the log for each job, not for each group
             opening = self._open_engine(
                 self.config,
                 layout=groups[0].layout,

@@ -852,6 +852,20 @@ def test_blocks_of_a_request_that_ends_before_the_failure_is_known_leave_vllms_p
     assert bench.evicted == set()
 
 
+def test_loads_of_others_are_forgotten_if_the_ranks_never_report_the_end_of_a_step():
+    """The engine of this connector could not be opened, and another connector loads all the same."""
+    bench = Bench(beside_others=True)
+    for _ in range(5):
+        request = bench.request(40)
+        bench.scheduler.match(request, 0)
+        bench.allocate(request, 0, 40)
+        request.num_computed_tokens = 16
+        bench.step((request, 24), loads=True)
+        bench.client.time += 3 * WAIT_S
+
+    assert len(bench.scheduler._others._loads) == 1
+
+
 def test_a_request_whose_hit_ends_inside_of_a_block_is_stored_beside_others_in_a_step_without_loads():
     """VLLM counts the tokens of the block as computed, and no connector has loaded them."""
     bench = Bench(beside_others=True)

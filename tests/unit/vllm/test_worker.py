@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from array import array
 from collections import Counter
@@ -27,7 +26,6 @@ from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import RankEngine, Transfers, WorkerConnector
-from lmcache_async.metrics.instrument import Instrument
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.testing.steps import turns
 from lmcache_async.types import RetrieveReport, StoreReport
@@ -51,6 +49,7 @@ class Engine:
         self.hit_chunks = 99
         self.error: Exception | None = None
         self.store_report = StoreReport()
+        self.reports: dict[str, StoreReport | RetrieveReport] = {}
         self.gate = threading.Event()
         self.gate.set()
 
@@ -72,6 +71,12 @@ class Engine:
             raise self.error
         request.on_copied()
         return self.store_report
+
+    def report_stored(self, request_id: str, report: StoreReport) -> None:
+        assert self.reports.setdefault(f"stored {request_id}", report) is report, "reported twice"
+
+    def report_retrieved(self, request_id: str, report: RetrieveReport) -> None:
+        assert self.reports.setdefault(f"retrieved {request_id}", report) is report, "reported twice"
 
     def memory_lookup(self) -> None:
         return None
@@ -120,7 +125,6 @@ class Worker(WorkerConnector):
         @contextlib.asynccontextmanager
         async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
             self.watcher = kwargs.get("watcher")
-            self.instrument = kwargs.get("instrument")
             yield engine
             self.closed = True
 
@@ -314,9 +318,7 @@ def test_a_load_of_two_groups_ends_once_and_fails_as_a_whole_request(
     assert [request.group for request in side.engine.retrieved] == [0, 1]
 
 
-def test_the_log_has_one_line_for_each_job_of_several_groups(
-    make: Callable[..., Worker], until: Until, caplog: pytest.LogCaptureFixture
-):
+def test_a_job_of_several_groups_is_reported_once(make: Callable[..., Worker], until: Until):
     class Reporting(Engine):
         """The second group has a window of one chunk, of which nothing is found."""
 
@@ -334,20 +336,24 @@ def test_the_log_has_one_line_for_each_job_of_several_groups(
                 stored=1, present=1, dropped=dropped, tokens=6 - request.group, bytes=10**6, seconds=0.5
             )
 
-    caplog.set_level(logging.INFO, "lmcache_async")
     side = make(Reporting(), (KVGroup(0, BLOCK), KVGroup(1, BLOCK)))
     (first,) = job().parts
     both = replace(job(), parts=(first, replace(first, group=1)))
     side.step(both, stores=[replace(both, job_id=8)])
-    until(lambda: len(caplog.messages) == 2)
+    until(lambda: len(side.engine.reports) == 2)
 
-    assert isinstance(side.instrument, Instrument), "the engine would log each group"
-    load, store = sorted(caplog.messages)
-    assert load == "retrieved 10/10 tokens (cpu=10), 1.0 MB in 500.0 ms, 0.00 GB/s; ended by: miss [r1]"
-    assert store == (
-        "stored 6 tokens in 2 chunks (2 present, dropped: full=2), 2.0 MB: copied in 0.0 ms, 0.00 GB/s;"
-        " with the tiers in 500.0 ms [r1]"
+    load, stored = (side.engine.reports[f"{verb} r1"] for verb in ("retrieved", "stored"))
+    assert isinstance(load, RetrieveReport)
+    assert isinstance(stored, StoreReport)
+    assert (load.hit_tokens, load.asked_tokens, dict(load.by_tier), load.cause) == (
+        10,
+        10,
+        {"cpu": 10},
+        "miss",
     )
+    assert (load.bytes, load.seconds) == (10**6, 0.5)
+    assert (stored.tokens, stored.stored, stored.present, stored.bytes) == (6, 2, 2, 2 * 10**6)
+    assert dict(stored.dropped) == {"full": 2}
 
 
 def test_after_a_group_that_fails_at_once_no_other_group_is_loaded(make: Callable[..., Worker], until: Until):
