@@ -103,9 +103,8 @@ def build(
             )
             for group in groups
         ]
-    except (
-        ValueError
-    ) as error:  # the header of a record, which has the token ids of a chunk, would be too long
+    except ValueError as error:
+        # The header of a record, which has the token ids of a chunk, would be too long.
         raise ConfigError(f"chunk_size: {error}") from error
     record_bytes = max(
         record_format.record_bytes(

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 INTERRUPT_S = 30.0
 """Longest wait for the end of a call that was interrupted, such as by Ctrl+C."""
+
 _Memory: TypeAlias = list[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]
 
 logger = logging.getLogger("lmcache_async")
@@ -330,9 +331,8 @@ class LMCacheEngine:
         except BaseException:
             if future.cancel():
                 with contextlib.suppress(EngineClosedError, concurrent.futures.CancelledError, TimeoutError):
-                    self._loop.submit(_call(bool)).result(
-                        INTERRUPT_S
-                    )  # runs after the start of `run`, if that starts
+                    # This call runs after the start of `run`, unless that was cancelled before.
+                    self._loop.submit(_call(bool)).result(INTERRUPT_S)
                     if started.is_set():
                         ended.wait(INTERRUPT_S)
             if not started.is_set():

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError
+from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.header import MAX_RECORD_BYTES
 from lmcache_async.tiers.base import Allocate, Tier, TierConfig, TierStatistics
 from lmcache_async.tiers.results import unwrap
 from lmcache_async.types import ChunkKey
+
+logger = LimitedLogger(logging.getLogger(__name__))
 
 ConfigT = TypeVar("ConfigT", bound=TierConfig)
 OpenedT = TypeVar("OpenedT")
@@ -114,11 +118,12 @@ class BundledTier(Tier[ConfigT], Generic[ConfigT, OpenedT]):
         Raises:
             ChunkCorruptError: Invalid records are not removed.
         """
+        found = "an invalid length" if nbytes is None else f"{nbytes} bytes"
+        text = f"the record of key {key.hex()} has {found}, expected 1 to {self._max_record_bytes}"
         if not self.removes_invalid:
-            found = "an invalid length" if nbytes is None else f"{nbytes} bytes"
-            text = f"the record of key {key.hex()} has {found}, expected 1 to {self._max_record_bytes}"
             raise ChunkCorruptError(text, cause="length")
         self._corrupt["length"] += 1
+        logger.report(f"{self._label}.length", "%s: %s; it is a miss and is deleted", self._label, text)
         with contextlib.suppress(TierError):
             await delete()
             if self.on_evicted is not None:

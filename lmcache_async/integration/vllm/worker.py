@@ -319,9 +319,8 @@ class Transfers:
             self._answer(job, unshared)
 
     async def _store_part(self, job: Job, part: JobPart, fence: Fence | None) -> StoreReport:
-        if (
-            job.epoch < self._epoch
-        ):  # `clear` was called since the job began; it waits only for stores that have begun
+        # `clear` may have been called since the job began, and waits only for stores that have begun.
+        if job.epoch < self._epoch:
             return StoreReport()
         chunks, rows = self._chunks(job, part)
         return await self._engine.store_chunks(
