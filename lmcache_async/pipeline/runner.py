@@ -98,7 +98,7 @@ class Runner(Generic[Out]):
                     for index, batch in enumerate(run.batches):
                         nbytes = batch.budget_bytes(self.chunk_bytes, self.budget.max_bytes)
                         try:
-                            if self.admit is not None or (nbytes and not self.budget.reserve_nowait(nbytes)):
+                            if nbytes or self.admit is not None:
                                 await self._admit(run, batch, nbytes, deadline)
                         except BaseException as error:
                             batch.scope.close()
@@ -138,7 +138,7 @@ class Runner(Generic[Out]):
             async with asyncio.timeout(None) as run.admission:
                 if self.admit is not None:
                     await self.admit(batch, run.num_chunks, deadline - loop.time())
-                if nbytes and not (self.admit and self.budget.reserve_nowait(nbytes)):
+                if nbytes:
                     await self.budget.reserve(nbytes, timeout_s=deadline - loop.time())
         except TimeoutError as error:
             if not (run.admission and run.admission.expired()):

@@ -115,9 +115,8 @@ def assert_does_nothing(connector: LMCacheAsyncConnector) -> None:
     assert connector.request_finished_all_groups(request, ([],)) == (False, None)
     assert connector.request_finished(request, []) == (False, None)
     assert connector.has_pending_block_frees() is False
-    assert connector.reset_cache() is (
-        connector.scheduler is None
-    )  # a failed reset must not be reported as done
+    is_off = connector.scheduler is None
+    assert connector.reset_cache() is is_off  # a failed reset must not be reported as done
     connector.shutdown()
 
 
