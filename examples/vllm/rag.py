@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from examples.vllm.client import Client, arguments, long_text
 
 FOUND = (("tides", "ships"), ("tides", "birds"), ("ships", "tides"), ("birds", "tides"))
-"""Return the passages found for each question, best first."""
+"""Passages found for each question, best first."""
 
 
 def main() -> None:
