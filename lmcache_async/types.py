@@ -88,7 +88,7 @@ class RetrieveReport:
         bytes: Payload bytes copied to the device.
         seconds: Time from the call to the end of the last copy.
         by_tier: Hit tokens by the id of the tier that they were loaded from.
-        cause: Why the prefix ended; "" if all requested chunks were loaded.
+        cause: Reason why the prefix ended; "" if all requested chunks were loaded.
     """
 
     hit_chunks: int = 0

@@ -192,7 +192,7 @@ class ArenaConfig(Section):
     max_bytes: Size = 4 * GIB
     """Host memory of the arena in each worker process, in bytes (8GiB, 500MB)."""
     huge_pages: Flag = True
-    """Ask the kernel for huge pages for the arena, and for the KV cache of an engine on a CPU."""
+    """Request huge pages from the kernel for the arena and, on a CPU, for the KV cache."""
     prefault: Flag = True
     """Map the pages of the arena in the background at start, so that stores do not wait for it."""
 
@@ -294,7 +294,7 @@ class HTTPConfig(Section):
         BeforeValidator(unless_none, json_schema_input_type=str | None),
     ] = None
     """Address of the status page and the metrics, as host:port. The rank is added to the port; port 0
-    takes a free one; none disables the server."""
+    selects a free port; none disables the server."""
     token_file: OptionalPath = None
     """File of the accepted access tokens, one per line, not readable by others; required unless the
     address is a loopback."""
@@ -372,7 +372,7 @@ class VLLMConfig(Section):
     tensor-parallel size and divide the number of KV heads; none for one record per rank."""
     lookup_transport: Literal["auto", "unix", "tcp"] = "auto"
     """How the scheduler reaches its workers for lookups: unix sockets, or TCP for workers on other hosts; auto
-    chooses tcp if vLLM runs on several nodes or with Ray."""
+    selects tcp if vLLM runs on several nodes or with Ray."""
     socket_dir: OptionalPath = None
     """Directory of the sockets between scheduler and workers; none for a private temporary one."""
     reset_cache: Literal["all", "memory", "new_namespace"] = "all"
@@ -395,7 +395,7 @@ class EngineConfig(Section):
     hash_key: SecretText = None
     """The same key; accepted only from the variable LMCACHE_ASYNC_HASH_KEY."""
     weights_fingerprint: Annotated[str, BeforeValidator(_parse_fingerprint)] = "sampled"
-    """Fingerprint of the model's weights: sampled, full (reads every byte) or text:<your own>."""
+    """Fingerprint of the model's weights: sampled, full (reads every byte), or text:<name> with a name that you choose."""
     copy_threads: Annotated[Count, Field(le=MAX_THREADS)] = 2
     """Threads of each worker process for checksums and layer-wise loads, and as many others for other copies."""
     shutdown_timeout_s: Wait = 25.0

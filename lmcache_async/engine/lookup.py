@@ -20,8 +20,8 @@ class LookupResult:
 
     Attributes:
         count: Number of leading chunks that are stored.
-        by_tier: How many of them each tier would serve, by tier id.
-        pinned: How many of them are pinned in host memory.
+        by_tier: Number of these chunks that each tier would serve, by tier id.
+        pinned: Number of these chunks that are pinned in host memory.
         costs: For each run of chunks in one tier: number of chunks up to its end, and estimated seconds to
             load all of these.
     """

@@ -202,7 +202,7 @@ class LMCacheEngine:
         return 0 if engine is None else self._wait(engine.clear(memory_only=memory_only))
 
     def statistics(self) -> EngineStatistics | None:
-        """A snapshot of the engine; None before it has opened."""
+        """Return a snapshot of the statistics of the engine; None before it has opened."""
         engine = self._ready(None)
         return None if engine is None else self._wait(_call(engine.statistics))
 
@@ -214,7 +214,7 @@ class LMCacheEngine:
         return self._wait(_call(lambda: engine.metrics.read().families()))
 
     def close(self) -> None:
-        """Write the queues, within the configured deadline, and free everything. Disk content stays.
+        """Write queued records within the configured deadline, and free all resources. Persistent tiers keep their content.
 
         Raises:
             EngineClosedError: The engine belongs to the parent of this forked process.
@@ -396,7 +396,7 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def destroy(cls, instance_id: str, *, clear: bool = False) -> None:
-        """Close the engine and free everything. Unknown ids are ignored.
+        """Close the engine and free all of its resources. Unknown ids are ignored.
 
         Args:
             instance_id: Id of the engine.

@@ -78,7 +78,7 @@ class StoreRequest(Request):
     """Store the KV of the chunks.
 
     Attributes:
-        on_copied: Called exactly once, on the loop's thread, when device memory is not read any more.
+        on_copied: Called exactly once, on the loop's thread, when device memory is no longer read.
     """
 
     on_copied: Callable[[], None] | None = None
@@ -223,7 +223,7 @@ class LeasedBatch(MissingBatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledBatch(LeasedBatch):
-    """Chunks with payloads in the buffers. Device memory is not read any more.
+    """Chunks with payloads in the buffers. Device memory is no longer read.
 
     Attributes:
         checksums: xxh3_128 of each payload if the copy computed them, else empty. Valid only for the stage

@@ -25,7 +25,7 @@ class Stage(Protocol[In_contra, Out_co]):
         per_request: Optional. The stage takes the whole request instead of a batch of its chunks. Such stages
             come first in a chain.
         ordered: Optional. The stage processes a batch only after the batch before has passed the whole chain.
-        reads_device: Optional. When the stage has ended, device memory of the batch is not read any more.
+        reads_device: Optional. When the stage has ended, device memory of the batch is no longer read.
         writes_device: Optional. A call that has begun is not cancelled at the request's deadline, so that the
             rows it wrote are reported. It must end by itself within a short time.
     """

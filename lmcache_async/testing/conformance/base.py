@@ -154,8 +154,8 @@ class Cases:
 
     Attributes:
         many_keys: Number of records of the test with many records. Reduce it for a slow backend.
-        reports_evictions: Whether the tier calls `on_evicted` for the chunks that it evicts, as it must. False for
-            an object around a tier that has no callback of its own.
+        reports_evictions: Whether the tier calls `on_evicted` for the chunks that it evicts, which is required of tiers.
+            Set it to False for a wrapper of a tier that has no such callback itself.
     """
 
     many_keys: ClassVar[int] = 2000

@@ -108,7 +108,7 @@ class FaultsStatistics(LayerStatistics):
 
 
 class FaultsLayer(Layer):
-    """Injects faults into the calls of a tier, for tests and game days. Logs a warning before the tier opens.
+    """Injects faults into the calls of a tier, for tests and failure exercises. Logs a warning before the tier opens.
 
     A record is damaged only in the buffer of the reader; the stored record stays intact. A hanging call ends
     when it is cancelled, as it is at its deadline.

@@ -70,7 +70,7 @@ class LimitStatistics(LayerStatistics):
 
 
 class LimitLayer(Layer):
-    """Limits concurrent calls and their bytes, first in, first out.
+    """Limits concurrent calls and their bytes. Calls are admitted in FIFO order.
 
     A batch larger than `max_bytes` is split into parts, each as large as fits. A call or a part that finds no
     room before the call's deadline fails with TierUnavailableError. Lookups that the tier answers from

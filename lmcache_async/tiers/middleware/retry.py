@@ -65,7 +65,7 @@ class RetryStatistics(LayerStatistics):
 
 
 class RetryLayer(Layer):
-    """Repeats calls that failed with a retryable error such as TierUnavailableError; of a batch, only the failed chunks.
+    """Repeats calls that failed with a retryable error such as TierUnavailableError; for a batch, only the failed chunks.
 
     Pauses grow exponentially with full jitter: each is uniformly distributed between 0 and its bound, so that
     many clients of one backend do not retry at the same moment (Marc Brooker, "Exponential Backoff And
