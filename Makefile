@@ -54,10 +54,10 @@ docs: $(VENV)/.stamp-test  ## build the documentation in build/site; no server n
 bench: $(VENV)/.stamp-test  ## run benchmarks of tools/benchmarks by name: make bench ARGS="loop"
 	$(BIN)/python -m tools.benchmarks $(or $(ARGS),all)
 
-torture: $(VENV)/.stamp-test  ## run the torture campaigns, some minutes; longer with ARGS="--minutes 60"
+torture: $(VENV)/.stamp-test  ## run the torture campaigns, which take some minutes; longer with ARGS="--minutes 60"
 	$(BIN)/python -m tools.torture $(ARGS)
 
-mutants: $(VENV)/.stamp-test  ## run mutation tests: break promises in a copy of the source, one at a time
+mutants: $(VENV)/.stamp-test  ## run mutation tests: remove guarantees from a copy of the source, one at a time
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 simulate: $(VENV)/.stamp-test  ## run the deterministic simulation; ARGS="--seeds 100 --steps 10000 --faults many"

@@ -209,15 +209,19 @@ def main(arguments: Sequence[str]) -> int:
         "--part", action="append", choices=[part.name for part in PARTS], help="run only this part"
     )
     parser.add_argument(
-        "--minutes", type=float, help="time limit of all parts together; the sum of their shares (--list)"
+        "--minutes",
+        type=float,
+        help="time limit of all parts together; by default the sum of the listed times (--list)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the race run")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu simulates streams; cuda by default"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes; figures have no meaning")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/gpu"), help="directory for results; build/gpu"
+        "--out", type=Path, default=Path("build/gpu"), help="directory for results; build/gpu by default"
     )
-    parser.add_argument("--commit", help="commit of this tree, where there is no git")
+    parser.add_argument("--commit", help="commit of this tree, for a machine without git")
     given = parser.parse_args(arguments)
     if given.list:
         sys.stdout.writelines(f"{part.name:9}{part.minutes:5.1f} min  {part.summary}\n" for part in PARTS)
