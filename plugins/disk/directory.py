@@ -304,7 +304,7 @@ def _lock_directory(directory: int, path: Path) -> int:
         os.close(descriptor)
         this = " (this one)" if holder == str(os.getpid()) else ""
         raise TierInUseError(
-            f"{path} is in use by process {holder}{this}: give each tier a path or a subdirectory of its own"
+            f"{path} is in use by process {holder}{this}: give each tier a separate path or subdirectory"
         ) from error
     except BaseException:
         os.close(descriptor)

@@ -218,7 +218,7 @@ async def test_a_place_that_another_engine_serves_is_not_taken_from_it(directory
     await first.start()
 
     with pytest.raises(
-        ConfigError, match=rf"engine_id: process {os.getpid()} serves .* an engine_id of its own"
+        ConfigError, match=rf"engine_id: process {os.getpid()} serves .* a separate engine_id"
     ):
         await second.start(wait_s=0)
 

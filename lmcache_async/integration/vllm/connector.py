@@ -101,8 +101,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             if not ranks and uses_tcp(side.config, self._vllm_config):
                 logger.report(
                     "addresses",
-                    "all lookups are misses: vLLM's MultiConnector passes on the handshake of one connector, and not that of"
-                    " LMCacheAsyncConnector with the TCP addresses of the workers. If all workers are on this host, set"
+                    "all lookups are misses: vLLM's MultiConnector forwards the handshake of one connector only, and not that of"
+                    " LMCacheAsyncConnector, which contains the TCP addresses of the workers. If all workers are on this host, set"
                     " vllm.lookup_transport to unix; otherwise remove the other connector (such as NixlConnector)",
                 )
             local = [each.local for each in metadata.values() if isinstance(each, LookupAddress)]

@@ -93,7 +93,9 @@ class Notices:
 
     def _add(self, notice: Notice) -> None:
         if len(self._new) == self._new.maxlen:
-            logger.report("full", "vLLM does not take KV events; the oldest of %d are dropped", MAX_NOTICES)
+            logger.report(
+                "full", "vLLM does not collect KV events; the oldest of %d events are dropped", MAX_NOTICES
+            )
         self._new.append(notice)
 
 

@@ -101,7 +101,7 @@ class Identity:
             ValueError: The protocol version differs, or a field is invalid.
         """
         if message.get("protocol") != PROTOCOL:
-            raise ValueError(f"the rank speaks protocol {message.get('protocol')!r:.40}, expected {PROTOCOL}")
+            raise ValueError(f"the rank uses protocol {message.get('protocol')!r:.40}, expected {PROTOCOL}")
         match message:
             case {
                 "root": bytes(root),
@@ -360,7 +360,7 @@ class LookupServer:
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"kv_transfer_config.engine_id: process {process} serves {path} already;"
-                    " give each vLLM an engine_id of its own, or none"
+                    " give each vLLM a separate engine_id, or none"
                 )
             await asyncio.sleep(_RETRY_S)
         try:
