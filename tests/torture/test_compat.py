@@ -30,7 +30,7 @@ def test_a_failed_test_makes_the_exit_status_1_and_its_output_is_shown(
 ) -> None:
     run_test.write_text("def test_hits():\n    assert 3 == 4\n")
 
-    status = compat.main(["here", "--folder", str(tmp_path)])
+    status = compat.main(["here", "--folder", str(tmp_path / "new" / "folder")])
 
     output = capsys.readouterr()
     assert status == 1

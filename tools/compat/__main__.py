@@ -54,6 +54,8 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for version in options.versions:
         outcome = _measure(version, options)
