@@ -262,6 +262,23 @@ class LMCacheEngine:
         if not self._loop.inherited:
             self.close()
 
+    def _use(
+        self,
+        instance_id: str,
+        config: EngineConfig | None,
+        metadata: LMCacheEngineMetadata | None,
+        kv_caches: Layers | None,
+    ) -> None:
+        """Check that the engine has these properties, and attach the tensors."""
+        self._loop.check_process()
+        if (config or self.config) != self.config or (metadata or self.metadata) != self.metadata:
+            raise ConfigError(
+                f"engine {instance_id!r} exists with another config or other metadata; "
+                f"destroy it first, or use another instance id"
+            )
+        if kv_caches is not None:
+            self.attach(kv_caches)
+
     def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
         self._loop.check_process()
         if self._closed:  # before the lock, which `close` holds until everything is closed
@@ -360,29 +377,25 @@ class LMCacheEngineBuilder:
     ) -> LMCacheEngine:
         """Return the engine with this id; create it if there is none or it was closed.
 
+        If another thread is closing it, wait until its tiers are closed, because the new engine may use their directories.
+
         Raises:
             ConfigError: The engine exists with another config or other metadata.
             EngineClosedError: The engine belongs to the parent of this forked process.
             ValueError: The engine was opened with other tensors.
         """
-        former = cls._engines.get(instance_id)
-        if former is not None and former.closed:
-            former.close()  # returns when it has closed its tiers, whose directories the new engine may use
-        with cls._lock:
-            engine = cls._find(instance_id)
-            if engine is None:
-                engine = LMCacheEngine(config or load_engine_config(), metadata, kv_caches=kv_caches)
-                cls._engines[instance_id] = engine
-            elif (config or engine.config) != engine.config or (
-                metadata or engine.metadata
-            ) != engine.metadata:
-                raise ConfigError(
-                    f"engine {instance_id!r} exists with another config or other metadata; "
-                    f"destroy it first, or use another instance id"
-                )
-            elif kv_caches is not None:
-                engine.attach(kv_caches)
-            return engine
+        while True:
+            with cls._lock:
+                engine = cls._engines.get(instance_id)
+                if engine is None:
+                    engine = LMCacheEngine(config or load_engine_config(), metadata, kv_caches=kv_caches)
+                    cls._engines[instance_id] = engine
+                    return engine
+                if not engine.closed:
+                    engine._use(instance_id, config, metadata, kv_caches)
+                    return engine
+            engine.close()  # returns when it is closed
+            cls._forget(instance_id, engine)
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
@@ -407,7 +420,7 @@ class LMCacheEngineBuilder:
         """
         with cls._lock:
             cls._find(instance_id)
-            engine = cls._engines.pop(instance_id, None)
+            engine = cls._engines.get(instance_id)
         if engine is None:
             return
         try:
@@ -415,6 +428,14 @@ class LMCacheEngineBuilder:
                 engine.clear()
         finally:
             engine.close()
+            cls._forget(instance_id, engine)
+
+    @classmethod
+    def _forget(cls, instance_id: str, engine: LMCacheEngine) -> None:
+        """Free the id of a closed engine, unless another engine has it already."""
+        with cls._lock:
+            if cls._engines.get(instance_id) is engine:
+                del cls._engines[instance_id]
 
     @classmethod
     def _find(cls, instance_id: str) -> LMCacheEngine | None:

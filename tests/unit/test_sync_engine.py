@@ -1,6 +1,7 @@
 """The facade with LMCache's names: same arguments, same masks, usable in any thread, without leaks."""
 
 import asyncio
+import contextlib
 import gc
 import re
 import threading
@@ -570,6 +571,37 @@ def test_destroy_writes_the_queue_first(builder, made, paged):
 
     assert storing.exception(LONG_S) is None
     assert len(made.records) == 5
+
+
+def test_an_id_that_is_being_destroyed_is_created_again_when_its_tiers_are_closed(
+    builder, made, paged, tmp_path, monkeypatch
+):
+    disk = {"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}
+    tiers = config(tiers=["dict", disk], shutdown_timeout_s=LONG_S)
+    engine = builder.get_or_create("a", tiers, kv_caches=paged.caches)
+    made.tier.close_gate("put")
+    storing = in_thread(store, engine, paged)
+    wait_parked(engine, made.tier)
+    destroying = in_thread(builder.destroy, "a")
+    while not engine._closed:
+        pass
+    open_gate, close = made.tier.open_gate, engine.close
+
+    def let_it_end():
+        with contextlib.suppress(EngineClosedError):  # it has ended
+            engine._loop.call_soon(open_gate)
+        close()
+
+    monkeypatch.setattr(engine, "close", let_it_end)
+    try:
+        second = builder.get_or_create("a", tiers, kv_caches=paged.caches)
+    finally:
+        let_it_end()
+        destroying.result(LONG_S)
+
+    assert storing.exception(LONG_S) is None
+    assert builder.get("a") is second
+    assert second.lookup(TOKENS) == 40
 
 
 def test_destroy_frees_threads_and_memory(builder, paged):
