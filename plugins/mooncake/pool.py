@@ -7,14 +7,21 @@ import collections
 import logging
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_async.errors import MissingDependencyError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.errors import (
+    MissingDependencyError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done
+from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done, wait_ended
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
 from lmcache_async.types import ChunkKey
 
@@ -60,7 +67,7 @@ class Pool:
     on it ends when the thread has finished.
 
     Args:
-        arena: Memory that records are read into and written from.
+        arena: Memory that records are read into and written from. It stays mapped until the client does not use it any more.
         store: A client that is already set up; it is not closed by the pool. By default a new client.
     """
 
@@ -68,7 +75,8 @@ class Pool:
         self, config: MooncakeConfig, arena: Arena, store: MooncakeDistributedStore | None = None
     ) -> None:
         self._config = config
-        self._arena = arena
+        self._address = arena.address
+        self._memory: memoryview | None = arena.region  # keeps the memory mapped
         self._is_own = store is None
         mooncake = _client_module()
         self._new_store = mooncake.MooncakeDistributedStore
@@ -78,7 +86,9 @@ class Pool:
         self._reads = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-read")
         self._writes = WorkerPool(config.threads, thread_name_prefix="lmcache-mooncake-write")
         self._requests = WorkerPool(1, thread_name_prefix="lmcache-mooncake-request")  # to the master
+        self._is_set_up = False
         self._joined = False
+        self._closed = False
         self._joining: asyncio.Task[None] | None = None
         self._transferring: collections.Counter[ChunkKey] = collections.Counter()
         self._removing: set[ChunkKey] = set()
@@ -108,12 +118,22 @@ class Pool:
         self._joining = asyncio.create_task(self._keep_joining(first))
 
     async def aclose(self) -> None:
-        """Leave the pool. No call may be running; an attempt to join is awaited."""
-        if self._joining is not None:
-            await _cancel(self._joining)
-        await in_thread(self._requests, self._leave)
-        for threads in (self._requests, self._reads, self._writes):
-            threads.shutdown(wait=True)
+        """Leave the pool. If cancelled, it is left when the calls in threads have ended, as by `close_later`."""
+        left = self._close()
+        try:
+            if self._joining is not None:
+                await asyncio.wait({self._joining})
+            await wait_ended(left, abandon=True)
+        except BaseException:
+            self._abandon_threads()
+            raise
+        self._requests.shutdown(wait=True)
+        left.result()
+
+    def close_later(self) -> None:
+        """Leave the pool when the calls in threads have ended, without waiting for them."""
+        self._close()
+        self._abandon_threads()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         codes = await self._call(self._requests, lambda: self._store.batch_is_exist(self._names(keys)))
@@ -185,11 +205,19 @@ class Pool:
                 waiter.set_result(None)
 
     async def _call(self, threads: WorkerPool, call: Callable[[], T]) -> T:
+        if self._closed:
+            raise self._was_closed()
         if not self._joined:
             raise TierUnavailableError(
                 f"the pool of {self._config.url} has not been joined yet: its master does not answer"
             )
-        return await in_thread(threads, call)
+        try:
+            return await in_thread(threads, call)
+        except CancelledError as error:  # it had not begun when the pool was closed
+            raise self._was_closed() from error
+
+    def _was_closed(self) -> TierClosedError:
+        return TierClosedError(f"the mooncake tier of {self._config.url} was closed")
 
     def _warn(self, cause: object) -> None:
         self._logger.report(
@@ -197,16 +225,23 @@ class Pool:
         )
 
     async def _join(self) -> None:
-        await in_thread(self._requests, self._join_blocking)
+        """Join the pool in a thread. If cancelled, do not wait for the thread, which may take minutes."""
+        joined = self._requests.submit(self._join_blocking)
+        await wait_ended(joined, abandon=True)
+        joined.result()
 
     def _join_blocking(self) -> None:
         """Join the pool, and register the memory that records are read into and written from."""
         if self._is_own:
             self._set_up()
-        nbytes = len(self._arena.region)
-        if code := self._store.register_buffer(self._arena.address, nbytes):
+        if self._closed:
+            return
+        assert self._memory is not None  # until the pool is left
+        nbytes = len(self._memory)
+        if code := self._store.register_buffer(self._address, nbytes):
             if self._is_own:
                 self._store.close()
+                self._store, self._is_set_up = self._new_store(), False  # for the next attempt
             raise TierError(
                 f"Mooncake's client cannot register the arena's {nbytes} bytes for {self._config.protocol}: {_meaning(code)};"
                 " with rdma, check ulimit -l"
@@ -237,13 +272,40 @@ class Pool:
                 f"cannot join the pool of {config.url} as {config.hostname} by {config.protocol}:"
                 f" {_meaning(code)}; check that the master is running and that url, hostname and protocol are correct"
             )
+        self._is_set_up = True
 
-    def _leave(self) -> None:
-        if self._joined:
-            self._joined = False
-            self._store.unregister_buffer(self._arena.address)
-            if self._is_own:
+    def _close(self) -> Future[None]:
+        """Start no further call, and leave the pool in a thread after the running calls. Return a future of the end."""
+        self._closed = True
+        if self._joining is not None:
+            self._joining.cancel()
+        left: Future[None] = Future()
+        left.set_running_or_notify_cancel()  # its waiter cannot cancel it
+        try:
+            self._requests.submit(self._leave, left)
+        except RuntimeError:  # no thread was ever started, so no call was made
+            left.set_result(None)
+        self._requests.shutdown(wait=False)
+        return left
+
+    def _leave(self, left: Future[None]) -> None:
+        try:
+            for threads in (self._reads, self._writes):
+                threads.shutdown(wait=True, cancel_futures=True)
+            if self._joined:
+                self._store.unregister_buffer(self._address)
+            if self._is_set_up:
                 self._store.close()
+        except BaseException as error:  # noqa: BLE001 - raised by `aclose`
+            self._memory = None
+            left.set_exception(error)
+        else:
+            self._memory = None
+            left.set_result(None)
+
+    def _abandon_threads(self) -> None:
+        for threads in (self._requests, self._reads, self._writes):
+            threads.abandon()
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         return [self._config.prefix + key.hex() for key in keys]

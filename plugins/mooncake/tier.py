@@ -91,18 +91,29 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
         pool = Pool(self.config, self._bound(), self._store)
         try:
             await pool.open()
-        except BaseException:
+        except TierError:
             await pool.aclose()
+            raise
+        except BaseException:  # cancelled: a thread may be joining the pool for minutes
+            pool.close_later()
             raise
         self._open(pool)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Leave the pool after running calls have ended. Records in segments of other processes stay."""
+        """Leave the pool after running calls have ended. Records in segments of other processes stay.
+
+        If cancelled, it does not wait for calls in threads. The last of them closes Mooncake's client; until then the
+        arena stays mapped.
+        """
         if self._opened is None:
             return
         pool = self._opened
-        await self._end_calls()
+        try:
+            await self._end_calls()
+        except BaseException:
+            pool.close_later()
+            raise
         await pool.aclose()
 
     async def _get_batch(
