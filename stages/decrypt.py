@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ChunkCorruptError, ConfigError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.encryption import RecordCipher
@@ -36,7 +34,6 @@ class DecryptStage:
         workers: Executor,
         config: EngineConfig,
         cipher: RecordCipher | None,
-        logger: LimitedLogger | None = None,
     ) -> None:
         if cipher is None:
             raise ConfigError("retrieve.stages: decrypt has no key; set encryption.key_file")
@@ -45,7 +42,6 @@ class DecryptStage:
         self._arena = arena
         self._workers = workers
         self._timeout_s = config.retrieve.allocate_timeout_s
-        self._logger = logger or LimitedLogger(logging.getLogger(__name__))
 
     async def __call__(self, batch: FetchedBatch) -> FetchedBatch:
         secret = [i for i, tier in enumerate(batch.tiers) if self._stack.tiers[tier].leaves_memory]
@@ -59,7 +55,8 @@ class DecryptStage:
             count, cause = secret[len(targets)], "no_room"
         else:
             count, cause = secret[error[0]], "corrupt"
-            await self._reject(batch, count, error[1])
+            key = batch.chunks[count].key
+            await self._stack.reject(batch.tiers[count], key, error[1], "cannot be decrypted")
         buffers = list(batch.buffers)
         for index, target in zip(secret, targets, strict=False):
             buffers[index] = target
@@ -97,15 +94,3 @@ class DecryptStage:
             except ChunkCorruptError as error:
                 return position, error.with_traceback(None)  # its frames would keep the slabs in use
         return None
-
-    async def _reject(self, batch: FetchedBatch, index: int, error: ChunkCorruptError) -> None:
-        chunk, tier = batch.chunks[index], batch.tiers[index]
-        self._logger.report(
-            f"decrypt.{error.cause}",
-            "tier %r: record %s cannot be decrypted (%s: %s); rejected, counted as a miss",
-            self._stack.tiers[tier].id,
-            chunk.key.hex(),
-            error.cause,
-            error,
-        )
-        await self._stack.discard(tier, chunk.key, error.cause)

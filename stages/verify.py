@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -13,7 +12,6 @@ from typing import TypeAlias
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.errors import ChunkCorruptError
-from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.record import RecordFormat, is_sealed, verify
 from lmcache_async.memory.threads import in_thread
 from lmcache_async.pipeline.batch import FetchedBatch, VerifiedBatch
@@ -45,7 +43,6 @@ class VerifyStage:
         record_format: RecordFormat,
         config: EngineConfig,
         workers: Executor,
-        logger: LimitedLogger | None = None,
     ) -> None:
         self._stack = stack
         self._layout = layout
@@ -55,7 +52,6 @@ class VerifyStage:
         self._promote = config.retrieve.promote
         self._workers = workers
         self._threads = config.copy_threads
-        self._logger = logger or LimitedLogger(logging.getLogger(__name__))
 
     async def __call__(self, batch: FetchedBatch) -> VerifiedBatch:
         needs = {tier: self._verify_payload and self._needs_checksum(tier) for tier in set(batch.tiers)}
@@ -65,7 +61,9 @@ class VerifyStage:
         else:
             count, error = self._check(batch, checksums, 0, len(batch.chunks))
         if error is not None:
-            await self._reject(batch, count, error)
+            # A promoted copy of the same bytes in another tier is detected there by its checksum.
+            key = batch.chunks[count].key
+            await self._stack.reject(batch.tiers[count], key, error, "is not the requested chunk")
         if self._promote and any(batch.tiers[:count]):  # there is a faster tier than the one read from
             items = [
                 (chunk.key, buffer)
@@ -132,16 +130,3 @@ class VerifyStage:
             message = f"the record's shape is {header.shape}, not {shape}"
             return ChunkCorruptError(message, cause="layout")
         return None  # valid, but encoded differently by another version
-
-    async def _reject(self, batch: FetchedBatch, index: int, error: ChunkCorruptError) -> None:
-        chunk, tier = batch.chunks[index], batch.tiers[index]
-        self._logger.report(
-            f"corrupt.{error.cause}",
-            "tier %r: record %s is not the requested chunk (%s: %s); rejected, counted as a miss",
-            self._stack.tiers[tier].id,
-            chunk.key.hex(),
-            error.cause,
-            error,
-        )
-        # A promoted copy of the same bytes in another tier is detected there by its checksum.
-        await self._stack.discard(tier, chunk.key, error.cause)

@@ -402,6 +402,19 @@ class TierStack:
             else:
                 count(await stacked.tier.put(wanted))
 
+    async def reject(self, tier: int, key: ChunkKey, error: ChunkCorruptError, what: str) -> None:
+        """Log what is wrong with a record that was read from the tier of index `tier`, and discard it."""
+        self._logger.report(
+            f"{what}.{error.cause}",
+            "tier %r: record %s %s (%s: %s); rejected, counted as a miss",
+            self.tiers[tier].id,
+            key.hex(),
+            what,
+            error.cause,
+            error,
+        )
+        await self.discard(tier, key, error.cause)
+
     async def discard(self, tier: int, key: ChunkKey, cause: str) -> None:
         """Count a record that failed verification for `cause`, and reject it in the tier of index `tier`."""
         stacked = self.tiers[tier]
