@@ -201,6 +201,12 @@ def parse_size(value: object) -> int:
     return size
 
 
+def parse_size_or_zero(value: object) -> int:
+    """Parse a size as `parse_size` does, or 0."""
+    # Not `in` a set, which raises TypeError for a list.
+    return 0 if value in (0, "0") and value is not False else parse_size(value)
+
+
 def format_size(nbytes: int) -> str:
     """Format a size in the largest binary unit with a whole number. `parse_size` is the inverse."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -309,6 +315,7 @@ Flag = Annotated[bool, _by(parse_flag, bool | FlagText)]
 Count = Annotated[int, _by(parse_count, CountInput)]
 OptionalCount = Annotated[Count | None, _by(unless_none, CountInput | NoneText | None)]
 Size = Annotated[int, _by(parse_size, SizeInput)]
+SizeOrZero = Annotated[int, _by(parse_size_or_zero, SizeInput | Literal[0, "0"])]
 OptionalSize = Annotated[Size | None, _by(unless_none, SizeInput | NoneText | None)]
 Seed = Annotated[int, _by(parse_seed, _SeedInput)]
 OptionalSeed = Annotated[Seed | None, _by(unless_none, _SeedInput | NoneText | None)]
@@ -318,6 +325,7 @@ OptionalRate = Annotated[
 ]
 
 Seconds = Annotated[float, _number(parse_seconds, Field(gt=0, le=MAX_SECONDS))]
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(unless_none)]
 Wait = Annotated[float, _number(parse_wait, Field(ge=0, le=MAX_SECONDS))]
 Fraction = Annotated[float, _number(parse_fraction, Field(gt=0, le=1))]
 Probability = Annotated[float, _number(parse_probability, Field(ge=0, le=1))]

@@ -29,10 +29,9 @@ from lmcache_async.config.values import (
     OptionalSize,
     Seconds,
     Size,
-    SizeInput,
+    SizeOrZero,
     SocketPath,
     format_size,
-    parse_size,
 )
 from lmcache_async.daemon.address import parse_user
 from lmcache_async.errors import ConfigError
@@ -44,14 +43,6 @@ MIN_BYTES = 1 << 20
 _NO_EFFECT = {"segment_bytes": "records of all sizes share the memory of the pool"}
 """Options of earlier versions without effect, and the reason."""
 _HOW_TO_GIVE_A_SIZE = "pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file"
-
-
-def _parse_share(value: object) -> int:
-    # Not `in` a set, which raises TypeError for a list.
-    return 0 if value in (0, "0") and value is not False else parse_size(value)
-
-
-Share = Annotated[int, BeforeValidator(_parse_share, json_schema_input_type=SizeInput | Literal[0, "0"])]
 
 
 UserNumber = Annotated[int, BeforeValidator(parse_user, json_schema_input_type=CountInput | Literal[0, "0"])]
@@ -66,7 +57,7 @@ class TenantOptions(Section):
     """
 
     max_bytes: OptionalSize = None
-    reserved_bytes: Share = 0
+    reserved_bytes: SizeOrZero = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

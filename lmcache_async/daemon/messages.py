@@ -20,11 +20,10 @@ MAGIC = b"lmca-hst"
 MAX_ITEMS = 16384
 """Items of one message; enough for a prompt of four million tokens."""
 MAX_TENANT_BYTES = 64
-ID_BYTES = 16
 
 _HEAD = struct.Struct("<IB")
 _HELLO = struct.Struct(f"<8sIQ{MAX_TENANT_BYTES}s")  # magic, protocol, maximum lease bytes, tenant
-_WELCOME = struct.Struct(f"<8sIB{ID_BYTES}sQQ")  # magic, protocol, refusal, daemon, bytes, maximum of leases
+_WELCOME = struct.Struct("<8sIB16xQQ")  # magic, protocol, refusal, unused, bytes, maximum of leases
 _FIGURES = struct.Struct("<QQQQ")
 KEY = struct.Struct(f"{KEY_BYTES}s")
 NUMBER = struct.Struct("<Q")
@@ -89,14 +88,12 @@ class Welcome(NamedTuple):
     Attributes:
         protocol: Protocol version of the daemon.
         refusal: NONE if the memory's descriptor is sent with the message.
-        daemon: Identifier of the daemon, which changes with a restart.
         nbytes: Size of the memory.
         max_lease_bytes: Maximum bytes of leases of this client.
     """
 
     protocol: int
     refusal: Refusal
-    daemon: bytes
     nbytes: int
     max_lease_bytes: int
 
@@ -144,10 +141,10 @@ def pack_welcome(welcome: Welcome) -> bytes:
 
 
 def unpack_welcome(message: bytes) -> Welcome:
-    magic, protocol, refusal, daemon, nbytes, max_lease_bytes = _WELCOME.unpack(message)
+    magic, protocol, refusal, nbytes, max_lease_bytes = _WELCOME.unpack(message)
     if magic != MAGIC:
         raise ProtocolError("the peer is not an lmcache-async daemon")
-    return Welcome(protocol, _refusal(refusal), daemon, nbytes, max_lease_bytes)
+    return Welcome(protocol, _refusal(refusal), nbytes, max_lease_bytes)
 
 
 def frame(op: Op, *parts: bytes) -> bytes:

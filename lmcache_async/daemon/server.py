@@ -17,7 +17,6 @@ from lmcache_async.daemon.address import check_directory, default_socket, peer_o
 from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     HELLO_BYTES,
-    ID_BYTES,
     PROTOCOL,
     Hello,
     ProtocolError,
@@ -52,7 +51,6 @@ class Daemon:
 
     def __init__(self, config: DaemonConfig) -> None:
         self.path: Path = config.socket or default_socket()
-        self.id = os.urandom(ID_BYTES)  # of the daemon and its memory
         self._config = config
         self._nbytes = config.max_bytes // PAGE * PAGE
         self._memory_fd = -1
@@ -151,7 +149,7 @@ class Daemon:
         elif len(self._sessions) >= self._config.max_clients:
             refusal = Refusal.TOO_MUCH
         most = min(self._config.client_bytes, hello.max_lease_bytes or self._config.client_bytes)
-        return Welcome(PROTOCOL, refusal, self.id, self._nbytes, most)
+        return Welcome(PROTOCOL, refusal, self._nbytes, most)
 
     def _session_ended(self, session: Session) -> None:
         self._sessions.discard(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -62,11 +63,7 @@ def page_head(
     kind: Literal["engine", "daemon"], title: str, facts: Sequence[tuple[str, str]], opened: float
 ) -> dict[str, Any]:
     """Return the first part of a status: what is shown, the process, and the time since `opened`."""
-    try:
-        own_version = version("lmcache-async")
-    except PackageNotFoundError:  # a checkout that is not installed
-        own_version = "unknown"
-    process = (("host", socket.gethostname()), ("process", str(os.getpid())), ("lmcache-async", own_version))
+    process = (("host", socket.gethostname()), ("process", str(os.getpid())), ("lmcache-async", _version()))
     now = time.time()
     return {
         "kind": kind,
@@ -75,6 +72,14 @@ def page_head(
         "time": round(now, 3),
         "uptime_s": round(now - opened, 3),
     }
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return version("lmcache-async")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def rates(samples: Sequence[Sample], name: str) -> list[float]:

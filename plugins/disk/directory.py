@@ -25,6 +25,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _LOCK = "lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LOCK_ATTEMPTS = 20
+_LOCK_PAUSE_S = 0.01
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CANNOT_LOCK_DIRECTORIES = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP})
 
@@ -313,6 +316,20 @@ def _lock_directory(directory: int, path: Path) -> int:
 
 
 def _lock_file(descriptor: int) -> None:
+    """Lock a file or a directory. Wait for the end of a shared lock, which `lmcache-async doctor` holds for a moment.
+
+    Raises:
+        BlockingIOError: Another process has locked it.
+    """
+    for _ in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises if it is not only shared
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -92,7 +92,6 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
             removes=True,
             lists=True,
             local_index=True,
-            max_concurrency=self.config.io_threads,
             medium=Medium.DISK,
         )
 

@@ -1,12 +1,12 @@
 """Options of the mooncake tier."""
 
 import socket
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from lmcache_async.config.values import Count, Name, Size, SizeInput, parse_size, unless_none
+from lmcache_async.config.values import Count, Name, Size, SizeOrZero, unless_none
 from lmcache_async.tiers.base import TierConfig
 
 
@@ -24,10 +24,6 @@ def _parse_url(value: object) -> str:
 def _parse_host(value: object) -> object:
     value = unless_none(value)
     return socket.gethostname() if value is None else value
-
-
-def _parse_share(value: object) -> int:
-    return 0 if value in (0, "0") and value is not False else parse_size(value)
 
 
 class MooncakeConfig(TierConfig):
@@ -53,9 +49,7 @@ class MooncakeConfig(TierConfig):
     metadata: str = "P2PHANDSHAKE"
     protocol: Name = "tcp"
     devices: str = ""
-    segment_bytes: Annotated[
-        int, BeforeValidator(_parse_share, json_schema_input_type=SizeInput | Literal[0, "0"])
-    ] = 0
+    segment_bytes: SizeOrZero = 0
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{0,64}$")] = "lmcache-async/"
     replicas: Annotated[Count, Field(le=16)] = 1
     threads: Annotated[Count, Field(le=64)] = 1

@@ -46,7 +46,6 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
             persistent=not self.config.segment_bytes,
             removes=True,
             shared=True,
-            max_concurrency=self.config.threads,
         )
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

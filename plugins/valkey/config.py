@@ -19,6 +19,7 @@ from lmcache_async.config.values import (
     Endpoint,
     Flag,
     OptionalPath,
+    OptionalSeconds,
     Seconds,
     parse_endpoint,
     unless_none,
@@ -96,7 +97,7 @@ class ValkeyConfig(TierConfig):
     tls_key_file: OptionalPath = None
     tls_check_hostname: Flag = True
     key_prefix: Annotated[str, AfterValidator(check_prefix)] = "lmcache-async:"
-    ttl_s: Annotated[Seconds | None, BeforeValidator(unless_none)] = None
+    ttl_s: OptionalSeconds = None
     connections: Annotated[Count, Field(le=64)] = 4
     connect_timeout_s: Seconds = 0.5
     lookup_timeout_s: Seconds = 0.8

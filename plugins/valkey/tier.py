@@ -61,7 +61,6 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
             removes=True,
             lists=True,
             shared=True,
-            max_concurrency=self.config.connections,
         )
 
     async def contains_many(self, keys: Sequence[ChunkKey]) -> list[bool]:

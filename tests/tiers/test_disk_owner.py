@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
 import stat
+import time
 
 import pytest
 
@@ -70,6 +72,16 @@ async def test_deleting_the_lock_file_does_not_release_the_directory(config):
         with pytest.raises(TierUnavailableError, match="in use by process"):
             await open_and_close(config)
     await open_and_close(config)
+
+
+async def test_a_check_by_doctor_at_the_moment_of_an_opening_does_not_refuse_it(config, monkeypatch):
+    await open_and_close(config)
+    checking = os.open(config.root, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(checking, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as `doctor` does
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(checking))
+
+    async with DiskTier(config):
+        pass
 
 
 async def test_two_tiers_of_one_process_with_one_directory_are_refused_as_such(config):

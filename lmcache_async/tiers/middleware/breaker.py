@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import model_validator
 
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import Count, Fraction, Seconds
+from lmcache_async.config.values import Count, Fraction, OptionalSeconds, Seconds
 from lmcache_async.errors import (
     ChunkCorruptError,
     TierClosedError,
@@ -32,7 +32,6 @@ from lmcache_async.tiers.middleware.base import (
     Next,
     Results,
 )
-from lmcache_async.tiers.middleware.deadline import OptionalSeconds
 from lmcache_async.tiers.results import memory_was_short
 
 _TIMER_S = 0.001

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from pydantic import BeforeValidator
-
-from lmcache_async.config.values import Seconds, unless_none
+from lmcache_async.config.values import OptionalSeconds, Seconds
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.tiers.middleware.base import Call, Kind, Layer, LayerConfig, LayerContext, Next, Results
 from lmcache_async.tiers.results import ContractError, release_results
-
-OptionalSeconds = Annotated[Seconds | None, BeforeValidator(unless_none)]
 
 
 class DeadlineConfig(LayerConfig):
