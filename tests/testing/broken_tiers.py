@@ -91,6 +91,37 @@ class ReadsAfterCancel(DictTier):
         await asyncio.shield(self.task)
 
 
+class CopiesInThreadAfterPut(DictTier):
+    """Copies the record in a thread after put has returned. Other calls wait for the thread."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.pool = ThreadPoolExecutor(1)
+        self.copies = []
+
+    def copy(self, key, array):
+        self.records[key] = bytes(array)
+
+    async def put(self, key, buffer):
+        self.copies.append(self.pool.submit(self.copy, key, buffer.array))
+
+    async def wait_for_copies(self):
+        while self.copies:
+            await asyncio.wrap_future(self.copies.pop())
+
+    async def contains(self, key):
+        await self.wait_for_copies()
+        return await super().contains(key)
+
+    async def get(self, key, allocate):
+        await self.wait_for_copies()
+        return await super().get(key, allocate)
+
+    async def __aexit__(self, *error):
+        await self.wait_for_copies()
+        self.pool.shutdown()
+
+
 class TornPut(DictTier):
     """Writes in place, piece by piece: after a cancellation or during an overlapping call half a record is visible."""
 
