@@ -30,7 +30,7 @@ NUMBER = struct.Struct("<Q")
 """A lease, a number of records, or a position in a list of keys."""
 FLAG = struct.Struct("B")
 """Result for one item: a bool, or the `Refusal` of a commit."""
-WISH = struct.Struct(f"<{KEY_BYTES}sQ")
+RESERVATION = struct.Struct(f"<{KEY_BYTES}sQ")
 """Key and bytes of a reservation."""
 GRANT = struct.Struct("<QQQ")
 """Fields of a `Grant`."""
@@ -39,7 +39,7 @@ COMMIT = struct.Struct(f"<Q{KEY_BYTES}s")
 
 HELLO_BYTES = _HELLO.size
 WELCOME_BYTES = _WELCOME.size
-MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(WISH.size, GRANT.size, COMMIT.size)
+MAX_BODY_BYTES = _FIGURES.size + MAX_ITEMS * max(RESERVATION.size, GRANT.size, COMMIT.size)
 
 
 class ProtocolError(Exception):
@@ -152,7 +152,7 @@ def frame(op: Op, *parts: bytes) -> bytes:
     return b"".join((_HEAD.pack(sum(map(len, parts)), op), *parts))
 
 
-class Frames:
+class FrameParser:
     """Parser of frames from a stream of bytes."""
 
     def __init__(self) -> None:

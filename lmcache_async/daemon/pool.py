@@ -267,12 +267,12 @@ class Pool:
             return None
         has_quota = owner.figures.max_bytes < self._allocator.nbytes
         while has_quota and owner.figures.bytes + wanted > owner.figures.max_bytes:
-            oldest = owner.policy.oldest(_among(owner, _is_unused))
+            oldest = owner.policy.oldest(_key_predicate(owner, _is_unused))
             if oldest is None:
                 return None
             self._evict(owner.records[oldest])
         while (offset := self._allocator.take(wanted)) is None:
-            victims = self._choose(owner, wanted, key)
+            victims = self._choose_victims(owner, wanted, key)
             if not victims:
                 return None
             for victim in victims:
@@ -297,39 +297,39 @@ class Pool:
         del self._by_offset[block.offset], self._by_end[block.end]
         self._allocator.give(block.offset, block.held_bytes)
 
-    def _choose(self, owner: Tenant, wanted: int, key: ChunkKey) -> Sequence[Block]:
+    def _choose_victims(self, owner: Tenant, wanted: int, key: ChunkKey) -> Sequence[Block]:
         """Return records to evict for `wanted` bytes: the least recently used one, and neighbours if necessary.
 
         Leased records, reserved bytes of other tenants and the chunks that the new chunk continues are never
         chosen.
         """
-        kept = functools.cache(lambda: _ancestors(owner, key))
+        ancestors = functools.cache(lambda: _ancestors(owner, key))
         tries = MAX_TRIES
 
         def evictable(block: Block) -> bool:
             nonlocal tries
-            if not self._may_take(owner, block, {}):
+            if not self._is_evictable_for(owner, block, {}):
                 return False
             tries -= 1
             # A negative number of tries ends the search.
-            return tries < 0 or bool(self._around(owner, block, wanted, kept))
+            return tries < 0 or bool(self._with_neighbours(owner, block, wanted, ancestors))
 
         oldest: list[Block] = []
         for tenant in self._tenants.values():
             spare_bytes = tenant.figures.bytes - tenant.reserved_bytes
             if tenant is not owner and spare_bytes < min(tenant.sizes, default=0):
                 continue  # even its smallest record cannot be evicted, so no scan is needed
-            found = tenant.policy.oldest(_among(tenant, evictable))
+            found = tenant.policy.oldest(_key_predicate(tenant, evictable))
             if tries < 0:
                 break
             if found is not None:
                 oldest.append(tenant.records[found])
         if not oldest:
             return ()
-        return self._around(owner, min(oldest, key=lambda block: block.used), wanted, kept)
+        return self._with_neighbours(owner, min(oldest, key=lambda block: block.used), wanted, ancestors)
 
-    def _around(
-        self, owner: Tenant, block: Block, wanted: int, kept: Callable[[], set[ChunkKey]]
+    def _with_neighbours(
+        self, owner: Tenant, block: Block, wanted: int, ancestors: Callable[[], set[ChunkKey]]
     ) -> Sequence[Block]:
         """Return the record and the neighbours to evict to get `wanted` contiguous bytes; () if that is impossible.
 
@@ -348,14 +348,14 @@ class Pool:
                 each
                 for each in (self._by_end.get(start), self._by_offset.get(end))
                 if each is not None
-                and self._may_take(owner, each, taken)
-                and not (each.owner is owner and each.key in kept())
+                and self._is_evictable_for(owner, each, taken)
+                and not (each.owner is owner and each.key in ancestors())
             ]
             if not beside:
                 return ()
             block = min(beside, key=lambda block: block.used)
 
-    def _may_take(self, owner: Tenant, block: Block, taken: Mapping[str, int]) -> bool:
+    def _is_evictable_for(self, owner: Tenant, block: Block, taken: Mapping[str, int]) -> bool:
         """Return whether the record can be evicted for one of `owner`, if `taken` bytes of each tenant are evicted too."""
         if not _is_unused(block):
             return False
@@ -376,10 +376,10 @@ def _is_unused(block: Block) -> bool:
     return block.committed and not block.leases
 
 
-def _among(tenant: Tenant, may_go: Callable[[Block], bool]) -> Callable[[ChunkKey], bool]:
+def _key_predicate(tenant: Tenant, is_evictable: Callable[[Block], bool]) -> Callable[[ChunkKey], bool]:
     def evictable(key: ChunkKey) -> bool:
         block = tenant.records.get(key)  # None: reserved, and not committed yet
-        return block is not None and may_go(block)
+        return block is not None and is_evictable(block)
 
     return evictable
 

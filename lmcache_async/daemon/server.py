@@ -56,7 +56,7 @@ class Daemon:
         self._memory_fd = -1
         self._sessions: set[Session] = set()
         self._greetings: set[asyncio.Task[None]] = set()
-        self._empty = asyncio.Event()
+        self._no_sessions = asyncio.Event()
         self._exit = contextlib.AsyncExitStack()
 
     @property
@@ -68,7 +68,7 @@ class Daemon:
         """Allocate the memory and listen."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(_held(self.path))
+            stack.enter_context(_locked(self.path))
             self._memory_fd, memory = stack.enter_context(
                 shared_memory(self._nbytes, huge_pages=config.huge_pages, prefault=config.prefault)
             )
@@ -154,7 +154,7 @@ class Daemon:
     def _session_ended(self, session: Session) -> None:
         self._sessions.discard(session)
         if not self._sessions:
-            self._empty.set()
+            self._no_sessions.set()
 
     async def _stop(self, accepting: asyncio.Task[None]) -> None:
         accepting.cancel()
@@ -169,11 +169,11 @@ class Daemon:
     async def _end_sessions(self) -> None:
         if not self._sessions:
             return
-        self._empty.clear()
+        self._no_sessions.clear()
         for session in tuple(self._sessions):
             session.close()
         async with asyncio.timeout(_CLOSE_S):
-            await self._empty.wait()
+            await self._no_sessions.wait()
 
 
 @contextlib.contextmanager
@@ -211,7 +211,7 @@ def shared_memory(nbytes: int, *, huge_pages: bool, prefault: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold the lock file beside the socket. Only its holder may remove a stale socket and listen."""
     check_directory(path, make=True)
     lock = path.with_name(path.name + ".lock")
@@ -239,7 +239,7 @@ def _listener(path: Path, *, for_all: bool) -> Iterator[socket.socket]:
         try:
             _remove_socket(path)  # left by a daemon that was killed
             listener.bind(os.fspath(path))
-            undo.callback(_remove_if, path, path.lstat())
+            undo.callback(_remove_own, path, path.lstat())
             path.chmod(0o666 if for_all else 0o600)
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -261,7 +261,7 @@ def _remove_socket(path: Path) -> None:
     path.unlink()
 
 
-def _remove_if(path: Path, ours: os.stat_result) -> None:
+def _remove_own(path: Path, ours: os.stat_result) -> None:
     """Remove the file at `path` if it is still `ours`."""
     with contextlib.suppress(OSError):  # removed already, or unreachable for clients too
         if os.path.samestat(path.lstat(), ours):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from lmcache_async.daemon import messages
-from lmcache_async.daemon.messages import Figures, Frames, Grant, Op, ProtocolError, Refusal, frame
+from lmcache_async.daemon.messages import Figures, FrameParser, Grant, Op, ProtocolError, Refusal, frame
 from lmcache_async.daemon.pool import Block, Pool
 from lmcache_async.errors import ChunkCorruptError
 from lmcache_async.logging import LimitedLogger
@@ -41,11 +41,11 @@ class Session(asyncio.Protocol):
         self._max_lease_bytes = max_lease_bytes
         self._pool = pool
         self._ended = ended
-        self._frames = Frames()
+        self._parser = FrameParser()
         self._transport: asyncio.Transport | None = None
         self._process: int | None = None  # pidfd of the client
         self._paused = False
-        self._condemned = False
+        self._failed = False
         self._leases: dict[int, Block] = {}
         self._lease_bytes = 0
         self._next_lease = 1
@@ -62,7 +62,7 @@ class Session(asyncio.Protocol):
 
     def watch(self, process: int) -> None:
         """End the session when that process ends. Children may inherit the connection, but not the mapped memory."""
-        if not process or self._condemned:  # in another PID namespace, or the session has ended
+        if not process or self._failed:  # in another PID namespace, or the session has ended
             return
         try:
             self._process = os.pidfd_open(process)
@@ -96,9 +96,9 @@ class Session(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._condemned:
+        if self._failed:
             return
-        self._frames.feed(data)
+        self._parser.feed(data)
         self._serve()
 
     def pause_writing(self) -> None:
@@ -114,7 +114,7 @@ class Session(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         del error
-        self._condemned = True
+        self._failed = True
         self._unwatch()
         leases, self._leases = self._leases, {}
         for block in leases.values():
@@ -129,7 +129,7 @@ class Session(asyncio.Protocol):
         transport = self._transport
         assert transport is not None
         try:
-            while not (self._paused or self._condemned) and (message := self._frames.take()) is not None:
+            while not (self._paused or self._failed) and (message := self._parser.take()) is not None:
                 op, body = message
                 if op is Op.RELEASE:
                     self._release(body)
@@ -137,14 +137,14 @@ class Session(asyncio.Protocol):
                     answer = self._verbs[op](body)
                     transport.write(frame(op, self._figures(), answer))
         except ProtocolError as error:
-            self._condemn(str(error))
+            self._fail(str(error))
         except Exception as error:  # noqa: BLE001 - an error in a message ends only the session of its client
-            self._condemn(f"{error!r:.200}")
+            self._fail(f"{error!r:.200}")
 
-    def _condemn(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         logger.report("protocol", "client of tenant %r: connection ended: %s", self.tenant, why)
-        self._condemned = True
-        self._frames = Frames()
+        self._failed = True
+        self._parser = FrameParser()
         assert self._transport is not None
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -168,7 +168,7 @@ class Session(asyncio.Protocol):
 
     def _reserve(self, body: bytes) -> bytes:
         grants: list[Grant] = []
-        for key, nbytes in messages.unpack(messages.WISH, body):
+        for key, nbytes in messages.unpack(messages.RESERVATION, body):
             if self._pool.contains(self.tenant, [key])[0]:
                 grants.append(Grant.refused(Refusal.PRESENT))
             elif self._lease_bytes + pages(nbytes) > self._max_lease_bytes:

@@ -59,10 +59,10 @@ _BUNDLED = "lmcache_async.tiers.middleware."
 class Watcher(Protocol):
     """Subscriber of chunk events. Called on the loop's thread; must be quick and must not raise."""
 
-    def kept(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+    def stored(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         """The tier with this id has stored the chunks. It may have had them before."""
 
-    def gone(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+    def removed(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         """The tier with this id does not have the chunks any more. It may not have had all of them."""
 
 
@@ -78,19 +78,19 @@ class CallLeases:
         "_allocate",
         "_ended",
         "_foreign",
-        "_further",
         "_leases",
-        "_most",
+        "_max_buffers",
         "_refused_bytes",
+        "_retained",
         "_waiting",
     )
 
     def __init__(self, call: Call, *, foreign: bool) -> None:
         self._allocate = call.allocate
-        self._most = BUFFERS_PER_KEY * len(call.keys)
+        self._max_buffers = BUFFERS_PER_KEY * len(call.keys)
         self._foreign = foreign
         self._leases: list[Buffer] = []
-        self._further: list[Buffer] = []
+        self._retained: list[Buffer] = []
         self._waiting = 0  # calls of `allocate` that have not returned
         self._refused_bytes = math.inf  # the smallest request without memory in time
         self._ended = False
@@ -140,7 +140,7 @@ class CallLeases:
         """
         if not lease.readonly:
             lease.owner = self
-            self._further.append(lease)
+            self._retained.append(lease)
 
     def may_return(self, buffer: Buffer) -> bool:
         return buffer.owner is self or (self._foreign and buffer.owner is None)
@@ -151,17 +151,19 @@ class CallLeases:
         if self._foreign and isinstance(unused, list | tuple):
             release_results([one for one in unused if isinstance(one, Buffer) and one.owner is None])
         release_results(self._leases)
-        release_results(self._further)
+        release_results(self._retained)
         self._leases.clear()
-        self._further.clear()
+        self._retained.clear()
 
     def _check_room(self) -> None:
         if self._ended:
             raise BudgetExceededError("the call of the tier has ended; memory is only leased during a call")
-        if len(self._leases) + self._waiting >= self._most:
+        if len(self._leases) + self._waiting >= self._max_buffers:
             self._leases = [lease for lease in self._leases if not lease.released]
-            if len(self._leases) + self._waiting >= self._most:
-                raise BudgetExceededError(f"a call of the tier holds {self._most} buffers, the maximum")
+            if len(self._leases) + self._waiting >= self._max_buffers:
+                raise BudgetExceededError(
+                    f"a call of the tier holds {self._max_buffers} buffers, the maximum"
+                )
 
 
 class TierHandle:
@@ -551,14 +553,14 @@ class TierHandle:
         items = zip(call.items, results, strict=True)
         stored = [key for (key, _), error in items if error is None and key not in removed]
         if self._watcher is not None and stored:
-            self._watcher.kept(self.name, stored)
+            self._watcher.stored(self.name, stored)
         return results
 
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
         if self._watcher is not None and keys:
             for removed in self._writes.values():
                 removed.update(keys)
-            self._watcher.gone(self.name, keys)
+            self._watcher.removed(self.name, keys)
 
     def _update_capabilities(self) -> bool:
         """Read the capabilities again; the last valid ones are kept if the tier does not return any."""

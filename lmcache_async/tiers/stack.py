@@ -32,7 +32,7 @@ from lmcache_async.tiers.results import ReadResult, release_results
 from lmcache_async.tiers.writer import TierWriter, WriteReservation
 from lmcache_async.types import ChunkKey, WriteResult
 
-_LOGGED_BEFORE = TierSuspendedError, TierClosedError, ChunkCorruptError
+_LOGGED_ELSEWHERE = TierSuspendedError, TierClosedError, ChunkCorruptError
 """Errors that are logged elsewhere: by the breaker, when the engine closes, or by the tier itself."""
 
 
@@ -443,7 +443,7 @@ class TierStack:
                 self._log(stacked, "a chunk was not promoted", error)
 
     def _log(self, stacked: StackedTier, what: str, error: TierError | BudgetExceededError) -> None:
-        if isinstance(error, _LOGGED_BEFORE):
+        if isinstance(error, _LOGGED_ELSEWHERE):
             return
         text = describe(error).removeprefix(f"tier {stacked.id!r}: ")
         kind = type(error.__cause__ or error).__name__

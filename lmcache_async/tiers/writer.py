@@ -16,7 +16,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.types import ChunkKey
 
-_KEPT = 0.75
+_DECAY = 0.75
 """Factor by which each call reduces the weight of earlier calls in the measured rate."""
 
 
@@ -258,8 +258,8 @@ class TierWriter:
         written = sum(item.buffer.nbytes for item, error in zip(items, outcome, strict=True) if error is None)
         if not written:  # a call that stored nothing is no measurement
             return
-        self._written = self._written * _KEPT + written
-        self._seconds = self._seconds * _KEPT + max(0.0, end - max(start, self._ended))
+        self._written = self._written * _DECAY + written
+        self._seconds = self._seconds * _DECAY + max(0.0, end - max(start, self._ended))
         self._ended = end
         if self._seconds:
             in_time = self._written * self._max_s / self._seconds

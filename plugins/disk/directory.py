@@ -321,16 +321,17 @@ def _lock_file(descriptor: int) -> None:
     Raises:
         BlockingIOError: Another process has locked it.
     """
-    for _ in range(_LOCK_ATTEMPTS):
+    for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if attempt == _LOCK_ATTEMPTS - 1:
+                raise
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises if it is not only shared
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             time.sleep(_LOCK_PAUSE_S)
         else:
             return
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write_holder(descriptor: int) -> None:

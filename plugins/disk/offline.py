@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _HEADER_BYTES = 16 << 10  # enough for nearly every header
 _ALLOCATE_S = 600.0  # longest wait for a slab; a disk that takes longer is considered to hang
-_OF_ONE = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
+_RANK_DIRECTORY = re.compile(r"(dp[0-9]+|(dp[0-9]+-)?rank-[0-9]+)")  # the directory of one rank or replica
 
 
 class DiskRecords(OfflineStore):
@@ -298,7 +298,7 @@ def _check_content(path: Path) -> None:
 def _check_ranks(path: Path) -> None:
     try:
         ranks = sorted(
-            entry.name for entry in path.iterdir() if _OF_ONE.fullmatch(entry.name) and entry.is_dir()
+            entry.name for entry in path.iterdir() if _RANK_DIRECTORY.fullmatch(entry.name) and entry.is_dir()
         )
         own = any(path.glob("[0-9a-f][0-9a-f]"))
     except OSError:

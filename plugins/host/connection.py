@@ -19,7 +19,7 @@ from lmcache_async.daemon.messages import (
     PROTOCOL,
     WELCOME_BYTES,
     Figures,
-    Frames,
+    FrameParser,
     Hello,
     Op,
     ProtocolError,
@@ -52,7 +52,7 @@ class _Request(NamedTuple):
     op: Op
     nbytes: int
     answer: asyncio.Future[bytes]
-    unwanted: Callable[[bytes], None] | None
+    on_late_answer: Callable[[bytes], None] | None
 
 
 class Connection(ClientConnection, asyncio.Protocol):
@@ -62,12 +62,12 @@ class Connection(ClientConnection, asyncio.Protocol):
         figures: Figures of the tenant in the last answer.
     """
 
-    def __init__(self, where: str, config: HostConfig, region: Region, anchor: socket.socket) -> None:
+    def __init__(self, where: str, config: HostConfig, region: Region, socket_copy: socket.socket) -> None:
         super().__init__(where)
         self._config = config
-        self.mapping = Mapping(region, anchor, self.give_back)
+        self.mapping = Mapping(region, socket_copy, self.release_leases)
         self.figures = Figures()
-        self._frames = Frames()
+        self._parser = FrameParser()
         self._requests: deque[_Request] = deque()
         self._unanswered_bytes = 0
 
@@ -76,13 +76,13 @@ class Connection(ClientConnection, asyncio.Protocol):
         op: Op,
         *parts: bytes,
         option: str | None = None,
-        unwanted: Callable[[bytes], None] | None = None,
+        on_late_answer: Callable[[bytes], None] | None = None,
     ) -> bytes:
         """Send a request and return its answer.
 
         Args:
             option: Name of the option that is the timeout; by default the one for the operation.
-            unwanted: Called with an answer that arrives after a cancellation or timeout.
+            on_late_answer: Called with an answer that arrives after a cancellation or timeout.
 
         Raises:
             TierUnavailableError: The connection has ended or ends, or there is no answer in time.
@@ -96,7 +96,7 @@ class Connection(ClientConnection, asyncio.Protocol):
                 f"{self.where}: {len(self._requests)} requests are unanswered, the limit"
             )
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._requests.append(_Request(op, nbytes, answer, unwanted))
+        self._requests.append(_Request(op, nbytes, answer, on_late_answer))
         self._unanswered_bytes += nbytes
         transport.write(frame(op, *parts))
         option = option or ("transfer_timeout_s" if op in _TRANSFERS else "lookup_timeout_s")
@@ -105,11 +105,11 @@ class Connection(ClientConnection, asyncio.Protocol):
                 return await answer
         except (TierUnavailableError, asyncio.CancelledError):
             # The answer may have come in the same iteration of the loop; a later one finds the future cancelled.
-            if not answer.cancelled() and answer.exception() is None and unwanted is not None:
-                unwanted(answer.result())
+            if not answer.cancelled() and answer.exception() is None and on_late_answer is not None:
+                on_late_answer(answer.result())
             raise
 
-    def give_back(self, leases: list[int]) -> None:
+    def release_leases(self, leases: list[int]) -> None:
         """Release leases and reservations. The end of the connection releases them too."""
         if self._transport is None or not self.usable:
             return
@@ -124,9 +124,9 @@ class Connection(ClientConnection, asyncio.Protocol):
     # asyncio.Protocol
 
     def data_received(self, data: bytes) -> None:
-        self._frames.feed(data)
+        self._parser.feed(data)
         try:
-            while (message := self._frames.take()) is not None:
+            while (message := self._parser.take()) is not None:
                 self._answered(*message)
         except ProtocolError as error:
             self.fail(error)
@@ -149,11 +149,11 @@ class Connection(ClientConnection, asyncio.Protocol):
         self._unanswered_bytes -= request.nbytes
         if not request.answer.done():
             request.answer.set_result(answer)
-        elif request.unwanted is not None:
-            request.unwanted(answer)
+        elif request.on_late_answer is not None:
+            request.on_late_answer(answer)
 
 
-class Link:
+class Reconnector:
     """Keeps one connection to the daemon open and reconnects after it is lost."""
 
     def __init__(self, config: HostConfig, *, pin: bool, pin_device: int | None) -> None:
@@ -197,7 +197,7 @@ class Link:
                 " or set `socket` to the path of its socket",
                 error,
             )
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._keep_connected())
 
     def close(self) -> None:
         """Close the connection and stop reconnecting. Calls under way fail with TierClosedError."""
@@ -215,7 +215,7 @@ class Link:
             await self._connection.wait_closed()
         await asyncio.gather(*(mapping.wait_closed() for mapping in self._mappings))
 
-    async def _keep(self) -> None:
+    async def _keep_connected(self) -> None:
         while True:
             pause = FIRST_PAUSE_S
             while self._connection is None or self._connection.gone.is_set():
@@ -266,10 +266,10 @@ class Link:
                 )
             hello = Hello(PROTOCOL, self._config.tenant, self._config.max_lease_bytes or 0)
             await loop.sock_sendall(connected, pack_hello(hello))
-            anchor = connected.dup()
-            undo.callback(anchor.close)
+            socket_copy = connected.dup()
+            undo.callback(socket_copy.close)
             await readable(connected)
-            connection = Connection(self._where, self._config, self._receive(connected), anchor)
+            connection = Connection(self._where, self._config, self._receive(connected), socket_copy)
             undo.callback(connection.mapping.end)
             self._mappings = [one for one in self._mappings if not one.closed]
             self._mappings.append(connection.mapping)

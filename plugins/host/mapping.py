@@ -30,26 +30,28 @@ class Mapping:
     Args:
         region: The memory. A thread closes it after the last use: unpinning a whole pool takes seconds, and
             must block neither the event loop nor another caller.
-        anchor: The duplicate of the socket.
-        give_back: Called on the loop with the numbers of ended leases, until the connection has ended.
+        socket_copy: The duplicate of the socket.
+        release_leases: Called on the loop with the numbers of ended leases, until the connection has ended.
     """
 
-    def __init__(self, region: Region, anchor: socket.socket, give_back: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, region: Region, socket_copy: socket.socket, release_leases: Callable[[list[int]], None]
+    ) -> None:
         self._region = region
-        self._anchor = anchor
+        self._socket_copy = socket_copy
         self._loop = asyncio.get_running_loop()
-        self._give_back = give_back
+        self._release_leases = release_leases
         # Keeps slabs alive: otherwise only the callback of their own weak reference would refer to them.
         self._slabs: dict[int, Slab] = {}
         self._idle: deque[Slab] = deque()  # without a lease or a view; appended by any thread
-        self._flush_is_due = False
+        self._flush_is_scheduled = False
         self._copies = 0
         self._ended = False
-        self._let_go = False
+        self._is_closing = False
         self._closed: asyncio.Future[None] = self._loop.create_future()
         # Started now, because a slab may become idle during a garbage collection, where no thread can be
         # started. The put of a SimpleQueue is reentrant and can be called there, unlike the set of an Event.
-        self._last_word: SimpleQueue[None] = SimpleQueue()
+        self._close_request: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._close, name="lmcache-async-host-unmap", daemon=True)
         self._thread.start()
 
@@ -64,7 +66,7 @@ class Mapping:
 
     async def wait_closed(self) -> None:
         """Wait until the memory is unmapped, at most `UNMAP_S`; not at all while slabs are in use."""
-        if self._let_go:
+        if self._is_closing:
             await asyncio.wait([self._closed], timeout=UNMAP_S)
         if self.closed:
             self._thread.join()  # its last call is done
@@ -85,12 +87,12 @@ class Mapping:
     def end_copy(self) -> None:
         self._copies -= 1
         if self._ended:
-            self._settle()
+            self._close_if_unused()
 
     def end(self) -> None:
         """Note the end of the connection."""
         self._ended = True
-        self._settle()
+        self._close_if_unused()
 
     # Callbacks of slabs
 
@@ -100,21 +102,21 @@ class Mapping:
     def slab_idle(self, slab: Slab) -> None:
         self._idle.append(slab)
         if self._ended:
-            self._settle()
-        elif not self._flush_is_due:
-            self._flush_is_due = True
+            self._close_if_unused()
+        elif not self._flush_is_scheduled:
+            self._flush_is_scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop is closed; `end` releases the slabs
                 self._loop.call_soon_threadsafe(self.flush)
 
     def flush(self) -> None:
         """Release the leases of idle slabs. Called on the loop."""
-        self._flush_is_due = False
+        self._flush_is_scheduled = False
         if self._ended:
-            self._settle()
+            self._close_if_unused()
             return
         leases = [slab.index for slab in self._take_idle()]
         if leases:
-            self._give_back(leases)
+            self._release_leases(leases)
 
     def _take_idle(self) -> list[Slab]:
         taken: list[Slab] = []
@@ -126,20 +128,20 @@ class Mapping:
         return taken
 
     def _usable(self) -> Region:
-        if self._let_go:
+        if self._is_closing:
             raise ValueError("the mapping is closed")
         return self._region
 
-    def _settle(self) -> None:
+    def _close_if_unused(self) -> None:
         """Close the socket and unmap the memory if it is unused. May be called more than once, from any thread."""
         self._take_idle()
         if not self._slabs and not self._copies:
-            self._let_go = True
-            self._anchor.close()
-            self._last_word.put(None)
+            self._is_closing = True
+            self._socket_copy.close()
+            self._close_request.put(None)
 
     def _close(self) -> None:
-        self._last_word.get()
+        self._close_request.get()
         self._region.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
             self._loop.call_soon_threadsafe(self._closed.set_result, None)

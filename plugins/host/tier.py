@@ -13,7 +13,7 @@ from lmcache_async.daemon.messages import (
     KEY,
     MAX_ITEMS,
     NUMBER,
-    WISH,
+    RESERVATION,
     Grant,
     Op,
     ProtocolError,
@@ -26,7 +26,7 @@ from lmcache_async.errors import BudgetExceededError, TierError, TierFullError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.host.config import HostConfig
-from lmcache_async.plugins.host.connection import Connection, Link
+from lmcache_async.plugins.host.connection import Connection, Reconnector
 from lmcache_async.plugins.host.copying import Copier
 from lmcache_async.plugins.host.diagnosis import check_daemon, check_huge_pages
 from lmcache_async.tiers.base import Allocate, Capabilities, Medium, TierStatistics
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _TOO_MUCH = "this engine has reached its limit of leased bytes in the daemon's pool; see max_lease_bytes"
 
 
-class HostTier(BundledTier[HostConfig, Link]):
+class HostTier(BundledTier[HostConfig, Reconnector]):
     """Reads and writes the records of its tenant in memory that a daemon shares with all engines of the host.
 
     A get copies nothing: its buffer is a lease of the daemon's memory. A put copies once, in threads. If the
@@ -87,8 +87,8 @@ class HostTier(BundledTier[HostConfig, Link]):
         """
         del allocate
         with self._connected() as connection, read_results(0) as results:
-            for part in _parts(keys):
-                for grant in await self._granted(connection, Op.LEASE, b"".join(part), len(part)):
+            for batch in _batches(keys):
+                for grant in await self._request_grants(connection, Op.LEASE, b"".join(batch), len(batch)):
                     if grant.lease:
                         results.append(connection.mapping.lend(grant))
                     elif grant.offset == Refusal.TOO_MUCH:
@@ -104,8 +104,8 @@ class HostTier(BundledTier[HostConfig, Link]):
         """
         results: list[TierError | None] = []
         with self._connected() as connection:
-            for part in _parts(items):
-                results += await self._put(connection, part)
+            for batch in _batches(items):
+                results += await self._put(connection, batch)
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -139,26 +139,26 @@ class HostTier(BundledTier[HostConfig, Link]):
 
     async def __aenter__(self) -> Self:
         """Open. If the daemon cannot be reached, the tier connects in the background."""
-        link = Link(self.config, pin=self._pin, pin_device=self._pin_device)
-        await link.open()
+        reconnector = Reconnector(self.config, pin=self._pin, pin_device=self._pin_device)
+        await reconnector.open()
         self._copier = Copier(self.config.copy_threads)
-        self._open(link)
+        self._open(reconnector)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
-        link = self._usable()
-        assert self._copier is not None  # as the link
-        link.close()
+        reconnector = self._usable()
+        assert self._copier is not None  # as the reconnector
+        reconnector.close()
         await self._end_calls()
-        await link.wait_closed()
+        await reconnector.wait_closed()
         self._copier.close()
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connection]:
         """The connection for a call. It is closed if an answer does not match its request."""
-        with self._call() as link:
-            connection = link.connection
+        with self._call() as reconnector:
+            connection = reconnector.connection
             try:
                 yield connection
             except ProtocolError as error:
@@ -167,9 +167,9 @@ class HostTier(BundledTier[HostConfig, Link]):
     async def _flags(self, op: Op, keys: Sequence[ChunkKey]) -> list[bool]:
         flags: list[bool] = []
         with self._connected() as connection:
-            for part in _parts(keys):
-                answer = await connection.ask(op, b"".join(part))
-                flags += [bool(flag) for (flag,) in unpack(FLAG, answer, len(part))]
+            for batch in _batches(keys):
+                answer = await connection.ask(op, b"".join(batch))
+                flags += [bool(flag) for (flag,) in unpack(FLAG, answer, len(batch))]
         return flags
 
     async def _listed(self) -> list[ChunkKey]:
@@ -184,26 +184,26 @@ class HostTier(BundledTier[HostConfig, Link]):
                     if len(piece) < MAX_ITEMS:
                         return found
 
-    async def _granted(self, connection: Connection, op: Op, body: bytes, count: int) -> list[Grant]:
+    async def _request_grants(self, connection: Connection, op: Op, body: bytes, count: int) -> list[Grant]:
         """Request leases or reservations. Those that arrive after a cancellation or timeout are released."""
 
-        def unwanted(answer: bytes) -> None:
+        def on_late_answer(answer: bytes) -> None:
             try:
-                connection.give_back(_leases_of(unpack_grants(answer, count, connection.mapping.nbytes)))
+                connection.release_leases(_leases_of(unpack_grants(answer, count, connection.mapping.nbytes)))
             except ProtocolError as error:
                 connection.fail(error)
 
         connection.mapping.flush()  # ended leases must not count against the limit of this engine
-        answer = await connection.ask(op, body, unwanted=unwanted)
+        answer = await connection.ask(op, body, on_late_answer=on_late_answer)
         connection.check()  # if it was lost after the answer, the leases have ended
         return unpack_grants(answer, count, connection.mapping.nbytes)
 
     async def _put(
         self, connection: Connection, items: Sequence[tuple[ChunkKey, Buffer]]
     ) -> list[TierError | None]:
-        wishes = pack(WISH, [(key, buffer.nbytes) for key, buffer in items])
-        grants = await self._granted(connection, Op.RESERVE, wishes, len(items))
-        results: list[TierError | None] = [_outcome_of(grant) for grant in grants]
+        reservations = pack(RESERVATION, [(key, buffer.nbytes) for key, buffer in items])
+        grants = await self._request_grants(connection, Op.RESERVE, reservations, len(items))
+        results: list[TierError | None] = [_result_of(grant) for grant in grants]
         given = [position for position, grant in enumerate(grants) if grant.lease]
         if any(grants[position].nbytes != items[position][1].nbytes for position in given):
             raise ProtocolError("a reservation does not have the requested length")
@@ -212,7 +212,7 @@ class HostTier(BundledTier[HostConfig, Link]):
         try:
             await self._copy(connection, [(grants[position], items[position][1]) for position in given])
         except BaseException:
-            connection.give_back(_leases_of(grants))
+            connection.release_leases(_leases_of(grants))
             raise
         commits = pack(COMMIT, [(grants[position].lease, items[position][0]) for position in given])
         answer = await connection.ask(Op.COMMIT, commits)
@@ -223,7 +223,7 @@ class HostTier(BundledTier[HostConfig, Link]):
 
     async def _copy(self, connection: Connection, items: Sequence[tuple[Grant, Buffer]]) -> None:
         connection.check()
-        assert self._copier is not None  # as the link
+        assert self._copier is not None  # as the reconnector
         mapping = connection.mapping
         mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
         try:
@@ -232,13 +232,13 @@ class HostTier(BundledTier[HostConfig, Link]):
             mapping.end_copy()
 
 
-def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield the items in batches of at most `MAX_ITEMS`, the limit of a message."""
     for start in range(0, len(items), MAX_ITEMS):
         yield items[start : start + MAX_ITEMS]
 
 
-def _outcome_of(grant: Grant) -> TierError | None:
+def _result_of(grant: Grant) -> TierError | None:
     """Return the result of a put from its grant; None if memory was granted or the record exists."""
     if grant.lease or grant.offset == Refusal.PRESENT:
         return None

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FIRST_S = 30.0
+_OPEN_S = 30.0
 """Longest wait for Mooncake's client at the start, in seconds. The client takes 20 s to reject invalid options."""
-_PAUSE_S = 1.0
+_RETRY_S = 1.0
 """Pause between two attempts to join, in seconds."""
 _CONNECT_S = 5.0
-_LEAST_BYTES = 16 << 20
-NOT_THERE = -704
-NOT_YET = -703  # it is being written, and not visible
+_LOCAL_BUFFER_BYTES = 16 << 20
+NOT_FOUND = -704
+NOT_READY = -703  # it is being written, and not visible
 TOO_LONG = -600  # the object is longer than the memory for it
 _FULL = -200
 _PACKAGES = {
@@ -51,7 +51,7 @@ _MEANINGS = {
     -10: "Mooncake's client is out of memory",
     _FULL: "the pool is full: add segments, or let the master evict earlier",
     TOO_LONG: "invalid parameter",
-    NOT_YET: "another client is writing the record",
+    NOT_READY: "another client is writing the record",
     -706: "another client is reading the record",
     -707: "the read took longer than the master's lease: raise default_kv_lease_ttl",
     -800: "the transfer failed",
@@ -103,12 +103,12 @@ class Pool:
         """
         first = asyncio.ensure_future(self._join())
         try:
-            await asyncio.wait({first}, timeout=_FIRST_S)
+            await asyncio.wait({first}, timeout=_OPEN_S)
         except asyncio.CancelledError:
             await _cancel(first)
             raise
         if not first.done():
-            self._warn(f"the master of {self._config.url} did not answer within {_FIRST_S:.0f} s")
+            self._warn(f"the master of {self._config.url} did not answer within {_OPEN_S:.0f} s")
         elif (error := first.exception()) is None:
             return
         elif isinstance(error, TierUnavailableError):
@@ -136,8 +136,8 @@ class Pool:
         self._abandon_threads()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        codes = await self._call(self._requests, lambda: self._store.batch_is_exist(self._names(keys)))
-        if failed := next((code for code in codes if code < 0 and code not in {NOT_THERE, NOT_YET}), 0):
+        codes = await self._call(self._requests, lambda: self._store.batch_is_exist(self._object_names(keys)))
+        if failed := next((code for code in codes if code < 0 and code not in {NOT_FOUND, NOT_READY}), 0):
             raise self.error("find", keys[0], failed)
         return [code == 1 for code in codes]
 
@@ -153,21 +153,21 @@ class Pool:
 
     async def remove(self, key: ChunkKey) -> bool:
         """Remove a record when this client does not read or write it. Other clients detect reused memory by the checksum."""
-        await self._until(lambda: key not in self._transferring and key not in self._removing)
+        await self._wait_until(lambda: key not in self._transferring and key not in self._removing)
         self._removing.add(key)
         try:
-            [name] = self._names([key])
+            [name] = self._object_names([key])
             code = await self._call(self._requests, partial(self._store.remove, name, force=True))
         finally:
             self._removing.discard(key)
             self._wake()
-        if code not in {0, NOT_THERE, NOT_YET}:
+        if code not in {0, NOT_FOUND, NOT_READY}:
             raise self.error("remove", key, code)
         return bool(code == 0)
 
     def error(self, verb: str, key: ChunkKey, code: int) -> TierError:
         """Return the exception for an error code."""
-        text = f"cannot {verb} {self._names([key])[0]} of {self._config.url}: {_meaning(code)}"
+        text = f"cannot {verb} {self._object_names([key])[0]} of {self._config.url}: {_meaning(code)}"
         return TierFullError(text) if code == _FULL else TierUnavailableError(text)
 
     async def _transfer(
@@ -179,12 +179,12 @@ class Pool:
         *options: object,
     ) -> list[int]:
         """Transfer records when no removal of them is pending. Memory of a removed record may hold another record."""
-        await self._until(lambda: self._removing.isdisjoint(keys))
+        await self._wait_until(lambda: self._removing.isdisjoint(keys))
         self._transferring.update(keys)
 
         def run() -> list[int]:
             addresses, sizes = [each.address for each in buffers], [each.nbytes for each in buffers]
-            return [int(code) for code in call(self._names(keys), addresses, sizes, *options)]
+            return [int(code) for code in call(self._object_names(keys), addresses, sizes, *options)]
 
         try:
             return await self._call(threads, run)
@@ -192,7 +192,7 @@ class Pool:
             self._transferring -= collections.Counter(keys)
             self._wake()
 
-    async def _until(self, is_free: Callable[[], bool]) -> None:
+    async def _wait_until(self, is_free: Callable[[], bool]) -> None:
         while not is_free():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -261,7 +261,7 @@ class Pool:
             "local_hostname": config.hostname,
             "metadata_server": config.metadata,
             "global_segment_size": str(config.segment_bytes),
-            "local_buffer_size": str(_LEAST_BYTES),  # for calls that copy, which are not used
+            "local_buffer_size": str(_LOCAL_BUFFER_BYTES),  # for calls that copy, which are not used
             "protocol": config.protocol,
             "rdma_devices": config.devices,
             "master_server_addr": config.master,
@@ -307,7 +307,7 @@ class Pool:
         for threads in (self._requests, self._reads, self._writes):
             threads.abandon()
 
-    def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
+    def _object_names(self, keys: Sequence[ChunkKey]) -> list[str]:
         return [self._config.prefix + key.hex() for key in keys]
 
     async def _keep_joining(self, attempt: asyncio.Future[None]) -> None:
@@ -324,7 +324,7 @@ class Pool:
                     logging.INFO, "joined", "the mooncake tier has joined the pool of %s", self._config.url
                 )
                 return
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_RETRY_S)
             attempt = asyncio.ensure_future(self._join())
 
 

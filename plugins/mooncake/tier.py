@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.mooncake.config import MooncakeConfig
-from lmcache_async.plugins.mooncake.pool import NOT_THERE, NOT_YET, TOO_LONG, Pool
+from lmcache_async.plugins.mooncake.pool import NOT_FOUND, NOT_READY, TOO_LONG, Pool
 from lmcache_async.tiers.base import Allocate, Capabilities
 from lmcache_async.tiers.bundled import BundledTier
 from lmcache_async.tiers.results import no_memory, read_results, run_each
@@ -141,7 +141,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
                     results[position] = leased.pop(position)
                 elif answer in {0, TOO_LONG}:
                     await self._reject_length(key, partial(pool.remove, key))
-                elif answer not in {NOT_THERE, NOT_YET}:  # removed or replaced since the lookup
+                elif answer not in {NOT_FOUND, NOT_READY}:  # removed or replaced since the lookup
                     results[position] = pool.error("get", key, answer)
         finally:
             for buffer in leased.values():

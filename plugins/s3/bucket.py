@@ -1,4 +1,4 @@
-"""Requests for the records of one bucket, the client that sends them, and its errors translated to TierError."""
+"""Requests for the records of one bucket, the client that sends them, and the conversion of its errors to TierError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{30})")
-_NO_NAME = "-"  # no record has this prefix, so a list of it is short
+_UNUSED_PREFIX = "-"  # no record has this prefix, so a list of it is short
 _PAGE = 1000  # names in one response, the maximum of the stores
 _MAX_CERTIFICATE_BYTES = 16 << 20
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?")
@@ -46,7 +46,7 @@ _REDIRECTED = "the bucket is in another region or at another endpoint: check reg
 _EXPIRED = (
     "the temporary credentials are not valid any more: renew access_key_id, the secret and session_token"
 )
-_CURES = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
+_ADVICE = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
 """Advice for error responses, by status."""
 
 
@@ -73,7 +73,7 @@ class Bucket:
     async def check(self) -> None:
         """Raise TierError if the bucket does not exist, refuses the credentials or does not answer."""
         async with self._request(f"use {self._url}"):
-            await obstore.list(self._store, prefix=_NO_NAME, chunk_size=_PAGE).collect_async()
+            await obstore.list(self._store, prefix=_UNUSED_PREFIX, chunk_size=_PAGE).collect_async()
 
     async def find(self, key: ChunkKey) -> ObjectMeta | None:
         """Return the metadata of the object, with its length and version; None if it does not exist."""
@@ -179,7 +179,7 @@ class Bucket:
                 yield
             except (BaseError, OSError, ValueError) as error:
                 what = verb if key is None else f"{verb} {self._url}/{name_of(key)}"
-                raise translated(error, f"{what}{self._at}") from error
+                raise tier_error(error, f"{what}{self._at}") from error
 
 
 async def concurrently(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -288,7 +288,7 @@ def status_of(error: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
-def translated(error: BaseException, what: str) -> TierError:
+def tier_error(error: BaseException, what: str) -> TierError:
     """Return the TierError for an error of the client while it tried to do `what`."""
     status = status_of(error)
     if status is None and isinstance(error, FileNotFoundError):
@@ -300,4 +300,4 @@ def translated(error: BaseException, what: str) -> TierError:
             return TierError(f"{text}; {_EXPIRED}")
         case "RequestTimeout":  # the upload was too slow
             return TierUnavailableError(text)
-    return TierError(f"{text}; {_CURES[status]}") if status in _CURES else TierUnavailableError(text)
+    return TierError(f"{text}; {_ADVICE[status]}") if status in _ADVICE else TierUnavailableError(text)

@@ -162,7 +162,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ConnectionSettings:
     """Settings of connections to servers of one kind."""
 
     config: ValkeyConfig
@@ -177,15 +177,17 @@ class Node:
     `on_failure` is called if the server could not be reached or did not answer.
     """
 
-    def __init__(self, endpoint: Endpoint, access: Access, on_failure: Callable[[], None]) -> None:
-        config = access.config
+    def __init__(
+        self, endpoint: Endpoint, settings: ConnectionSettings, on_failure: Callable[[], None]
+    ) -> None:
+        config = settings.config
         self.endpoint = endpoint
-        self.where = f"{access.kind} at {endpoint}"
-        self._access = access
+        self.where = f"{settings.kind} at {endpoint}"
+        self._settings = settings
         self._config = config
         self._on_failure = on_failure
         # For Sentinels the connect timeout, so that time is left for the next Sentinel if one hangs.
-        self._answer_option = "connect_timeout_s" if access.kind == "sentinel" else "lookup_timeout_s"
+        self._answer_option = "connect_timeout_s" if settings.kind == "sentinel" else "lookup_timeout_s"
         self._pause_s = config.node_pause_s if config.effective_mode == "cluster" else 0.0
         self._shared: Connection | None = None
         self._connecting = asyncio.Lock()
@@ -207,7 +209,7 @@ class Node:
 
     async def call(self, message: bytes, count: int) -> list[Reply]:
         """Send commands on the shared connection and return their replies. If they are late, the connection is aborted."""
-        line: Connection | None = None
+        shared: Connection | None = None
         option = self._answer_option
         seconds: float = getattr(self._config, option)
         try:
@@ -215,13 +217,13 @@ class Node:
                 async with self._connecting:
                     if self._shared is None or not self._shared.usable:
                         self._shared = await self._connect()
-                    line = self._shared
-                line.check_answers(seconds, option)
-                return await line.call(message, count)
+                    shared = self._shared
+                shared.check_answers(seconds, option)
+                return await shared.call(message, count)
         except TierUnavailableError as error:
-            if line is not None:
-                line.abort(error)
-            self._note(error)
+            if shared is not None:
+                shared.abort(error)
+            self._note_failure(error)
             raise
 
     @contextlib.asynccontextmanager
@@ -235,7 +237,7 @@ class Node:
             connection = self._take_free() or await self._connect()
             yield connection
         except TierUnavailableError as error:
-            self._note(error)
+            self._note_failure(error)
             raise
         finally:
             self._slots.release()
@@ -279,7 +281,7 @@ class Node:
         if self._ended is not None:
             raise type(self._ended)(str(self._ended))
         config = self._config
-        connection = Connection(self.where, config.transfer_timeout_s, copies=self._access.tls is not None)
+        connection = Connection(self.where, config.transfer_timeout_s, copies=self._settings.tls is not None)
         self._all = {one for one in self._all if not one.gone.is_set()}
         self._all.add(connection)  # before it is open, so that `close` aborts it
         try:
@@ -289,7 +291,7 @@ class Node:
                 except BaseException:
                     connection.discard()
                     raise
-                await self._greet(connection)
+                await self._handshake(connection)
         except BaseException as error:
             connection.abort()
             if isinstance(error, OSError | UnicodeError):
@@ -299,7 +301,7 @@ class Node:
         return connection
 
     async def _open(self, connection: Connection) -> None:
-        loop, endpoint, tls = asyncio.get_running_loop(), self.endpoint, self._access.tls
+        loop, endpoint, tls = asyncio.get_running_loop(), self.endpoint, self._settings.tls
         if endpoint.path:
             await loop.create_unix_connection(lambda: connection, endpoint.path)
             return
@@ -315,13 +317,13 @@ class Node:
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
-    async def _greet(self, connection: Connection) -> None:
+    async def _handshake(self, connection: Connection) -> None:
         """Authenticate, set the name, select the database and check the role in one message.
 
         The server may refuse to set the name or return the role if the user has few permissions. This is ignored.
         """
-        config, to_server = self._config, self._access.kind == "valkey"
-        commands = {"auth": self._access.auth, "name": (b"CLIENT", b"SETNAME", _NAME)}
+        config, to_server = self._config, self._settings.kind == "valkey"
+        commands = {"auth": self._settings.auth, "name": (b"CLIENT", b"SETNAME", _NAME)}
         if to_server and config.address.database:
             commands["database"] = (b"SELECT", b"%d" % config.address.database)
         if to_server and config.effective_mode == "sentinel":
@@ -350,7 +352,7 @@ class Node:
         if reply.code not in {"NOPERM", "ERR"} or name == "database" or is_full:
             raise refusal(self.where, reply)
 
-    def _note(self, error: TierError) -> None:
+    def _note_failure(self, error: TierError) -> None:
         if not self.suspended:
             self._failure = (self._now(), str(error))
         self._on_failure()
@@ -360,7 +362,7 @@ class Node:
         return asyncio.get_running_loop().time()
 
 
-_LATER = frozenset(
+_TEMPORARY = frozenset(
     {
         *("LOADING", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "BUSY", "READONLY", "MISCONF", "NOREPLICAS"),
         *("ASK", "UNBLOCKED", "FAILOVER", "NOGOODSLAVE"),
@@ -368,7 +370,7 @@ _LATER = frozenset(
 )
 """Error codes of temporary conditions."""
 
-_CURES = {
+_ADVICE = {
     "OOM": "; raise its maxmemory, or set maxmemory-policy to allkeys-lru or allkeys-lfu",
     "NOAUTH": "; set username and password_file, or password_variable",
     "WRONGPASS": "; check username and password_file, or password_variable",
@@ -382,10 +384,10 @@ _CURES = {
 def refusal(where: str, reply: ErrorReply) -> TierError:
     """Return the error for an error reply of the server."""
     text = reply.text if len(reply.text) <= 200 else f"{reply.text[:197]}..."
-    message = f"{where} answered {text!r}{_CURES.get(reply.code, '')}"
+    message = f"{where} answered {text!r}{_ADVICE.get(reply.code, '')}"
     if reply.code == "OOM":
         return TierFullError(message)
-    if reply.code in _LATER or "max number of clients" in reply.text:
+    if reply.code in _TEMPORARY or "max number of clients" in reply.text:
         return TierUnavailableError(message)
     return TierError(message)
 

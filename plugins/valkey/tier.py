@@ -16,7 +16,7 @@ from lmcache_async.errors import (
 )
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey.config import ValkeyConfig, make_tls_context, read_auth
-from lmcache_async.plugins.valkey.connection import Access, Connection, Node, RefusedLoginError
+from lmcache_async.plugins.valkey.connection import Connection, ConnectionSettings, Node, RefusedLoginError
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_around
 from lmcache_async.plugins.valkey.topology import Topology, make_topology
 from lmcache_async.tiers.base import Allocate, Capabilities
@@ -51,8 +51,10 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         self._prefix = config.key_prefix.encode()
         self._expiry = () if config.ttl_s is None else (b"PX", b"%d" % max(1, round(config.ttl_s * 1000)))
         tls = make_tls_context(config)
-        self._access = Access(config, read_auth(config), tls)
-        self._sentinel_access = Access(config, read_auth(config, "sentinel_"), tls, kind="sentinel")
+        self._settings = ConnectionSettings(config, read_auth(config), tls)
+        self._sentinel_settings = ConnectionSettings(
+            config, read_auth(config, "sentinel_"), tls, kind="sentinel"
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -129,7 +131,7 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         Raises:
             ConfigError: The server refuses the user, the password or the database.
         """
-        self._open(make_topology(self._access, self._sentinel_access))
+        self._open(make_topology(self._settings, self._sentinel_settings))
         try:
             with self._call() as topology:
                 [answer] = await topology.ask_each(b"EXISTS", [self._prefix])

@@ -12,7 +12,13 @@ from typing import TypeVar
 
 from lmcache_async.config.values import Endpoint
 from lmcache_async.errors import TierClosedError, TierError, TierPartUnavailableError, TierUnavailableError
-from lmcache_async.plugins.valkey.connection import Access, Connection, Node, RefusedLoginError, refusal
+from lmcache_async.plugins.valkey.connection import (
+    Connection,
+    ConnectionSettings,
+    Node,
+    RefusedLoginError,
+    refusal,
+)
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode, encode_each
 from lmcache_async.tiers.client import deadline
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -30,9 +36,9 @@ _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 class Topology(ABC):
     """Sends commands to the nodes of their keys. The nodes are looked up again when they change."""
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._endpoints = access.config.address.endpoints
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self._settings = settings
+        self._endpoints = settings.config.address.endpoints
         self._nodes: dict[Endpoint, Node] = {}
         self._closed = False
 
@@ -169,7 +175,7 @@ class Topology(ABC):
             raise TierClosedError("the valkey tier was closed")
         node = self._nodes.get(endpoint)
         if node is None:
-            node = self._nodes[endpoint] = Node(endpoint, self._access, self.note_failure)
+            node = self._nodes[endpoint] = Node(endpoint, self._settings, self.note_failure)
         return node
 
     def keep(self, endpoints: set[Endpoint]) -> None:
@@ -183,7 +189,7 @@ class Topology(ABC):
 
     def _find_deadline(self, where: str, what: str) -> contextlib.AbstractAsyncContextManager[None]:
         """Limit the search for a server to the time of two requests: one to a server that hangs, one to the next."""
-        seconds = 2 * self._access.config.lookup_timeout_s
+        seconds = 2 * self._settings.config.lookup_timeout_s
         return deadline(seconds, where, what, "twice lookup_timeout_s")
 
 
@@ -228,10 +234,10 @@ class SentinelServer(SingleServer):
     The Sentinels are queried one after the other. One that does not answer is moved to the end.
     """
 
-    def __init__(self, access: Access, sentinel_access: Access) -> None:
-        super().__init__(access)
-        self._sentinels = [Node(endpoint, sentinel_access, lambda: None) for endpoint in self._endpoints]
-        self._service = access.config.sentinel_service
+    def __init__(self, settings: ConnectionSettings, sentinel_settings: ConnectionSettings) -> None:
+        super().__init__(settings)
+        self._sentinels = [Node(endpoint, sentinel_settings, lambda: None) for endpoint in self._endpoints]
+        self._service = settings.config.sentinel_service
         self._master: Node | None = None
         self._lock = asyncio.Lock()
 
@@ -335,8 +341,8 @@ class Cluster(Topology):
     slot had no node, the next call requests it again, at most every `REFRESH_S` seconds.
     """
 
-    def __init__(self, access: Access) -> None:
-        super().__init__(access)
+    def __init__(self, settings: ConnectionSettings) -> None:
+        super().__init__(settings)
         self._table: list[Endpoint | None] | None = None
         self._stale = True
         self._refreshed = float("-inf")
@@ -412,12 +418,12 @@ class Cluster(Topology):
         return self._table
 
 
-def make_topology(access: Access, sentinel_access: Access) -> Topology:
+def make_topology(settings: ConnectionSettings, sentinel_settings: ConnectionSettings) -> Topology:
     """Create the topology of a config, without connecting."""
-    match access.config.effective_mode:
+    match settings.config.effective_mode:
         case "sentinel":
-            return SentinelServer(access, sentinel_access)
+            return SentinelServer(settings, sentinel_settings)
         case "cluster":
-            return Cluster(access)
+            return Cluster(settings)
         case "single":
-            return SingleServer(access)
+            return SingleServer(settings)

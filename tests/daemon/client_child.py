@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from lmcache_async.daemon.messages import WISH, Op
+from lmcache_async.daemon.messages import RESERVATION, Op
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
@@ -31,8 +31,8 @@ async def hold(path: Path) -> None:
             got = await tier.get(key_of(1), no_memory)
             assert got is not None
             connection = tier._opened.connection  # type: ignore[union-attr]
-            wish = WISH.pack(key_of(2), buffer.nbytes)
-            [grant] = await tier._granted(connection, Op.RESERVE, wish, 1)
+            reservation = RESERVATION.pack(key_of(2), buffer.nbytes)
+            [grant] = await tier._granted(connection, Op.RESERVE, reservation, 1)
             connection.mapping.target(grant)[:5000] = buffer.array[:5000]
         read, _ = os.pipe()
         child = os.fork()  # it inherits the connection and outlives this process

@@ -18,7 +18,7 @@ from lmcache_async.daemon.config import DaemonConfig
 from lmcache_async.daemon.messages import (
     PROTOCOL,
     WELCOME_BYTES,
-    Frames,
+    FrameParser,
     Grant,
     Hello,
     Op,
@@ -44,7 +44,7 @@ class Client:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(DEADLINE_S)
         self.socket.connect(os.fspath(path))
-        self.frames = Frames()
+        self.frames = FrameParser()
         self.fds: list[int] = []
         if greet:
             self.socket.sendall(pack_hello(Hello(protocol, tenant, 0)))
@@ -65,7 +65,7 @@ class Client:
         return message[0], messages.unpack_figures(message[1])[1]
 
     def reserve(self, number: int, nbytes: int) -> Grant:
-        answer = self.ask(Op.RESERVE, messages.WISH.pack(key_of(number), nbytes))
+        answer = self.ask(Op.RESERVE, messages.RESERVATION.pack(key_of(number), nbytes))
         return messages.unpack_grants(answer, 1, self.welcome.nbytes)[0]
 
     def store(self, number: int) -> None:
@@ -118,7 +118,7 @@ NONSENSE = {
     "a lease that does not exist": frame(Op.RELEASE, messages.NUMBER.pack(77)),
     "a lease of another's": frame(Op.RELEASE, messages.NUMBER.pack(1)),
     "a commit of nothing": frame(Op.COMMIT, messages.COMMIT.pack(9, key_of(1))),
-    "a record without a byte": frame(Op.RESERVE, messages.WISH.pack(key_of(1), 0)),
+    "a record without a byte": frame(Op.RESERVE, messages.RESERVATION.pack(key_of(1), 0)),
     "two numbers for one": frame(Op.KEYS, messages.pack(messages.NUMBER, [[0], [1]])),
     "the rest of a list that was not begun": frame(Op.KEYS, messages.NUMBER.pack(4)),
     "more than it asks": frame(Op.CLEAR, b"everything"),
@@ -247,7 +247,9 @@ async def test_no_messages_are_read_from_a_client_that_does_not_read(daemon: Thr
 def test_short_reservations_count_in_whole_pages(daemon: ThreadedDaemon) -> None:
     with client(daemon) as one:
         most = one.welcome.max_lease_bytes // PAGE
-        answer = one.ask(Op.RESERVE, *(messages.WISH.pack(key_of(number), 1) for number in range(most + 1)))
+        answer = one.ask(
+            Op.RESERVE, *(messages.RESERVATION.pack(key_of(number), 1) for number in range(most + 1))
+        )
         grants = messages.unpack_grants(answer, most + 1, one.welcome.nbytes)
         assert all(grant.lease for grant in grants[:most])
         assert grants[most] == Grant.refused(Refusal.TOO_MUCH)

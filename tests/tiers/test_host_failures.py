@@ -25,7 +25,7 @@ from lmcache_async.errors import (
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer, pages
 from lmcache_async.plugins.host import HostConfig, HostTier, copying
-from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Link
+from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Reconnector
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.results import memory_was_short
 from lmcache_async.types import ChunkKey
@@ -158,13 +158,13 @@ def few_items(monkeypatch):
     monkeypatch.setattr("lmcache_async.plugins.host.tier.MAX_ITEMS", 4)
 
 
-async def reconnected(link: Link) -> None:
+async def reconnected(link: Reconnector) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while link.figures is None:
             await asyncio.sleep(0)
 
 
-async def lose(link: Link, connection: Connection) -> None:
+async def lose(link: Reconnector, connection: Connection) -> None:
     """Close the connection, and wait for the next one."""
     connection.abort(TierUnavailableError("lost"))
     await reconnected(link)
@@ -196,14 +196,14 @@ async def test_reconnecting_continues_after_an_unexpected_error(tier, arena, mon
     await put(tier, arena, 1)
     link = tier._opened
     assert link is not None
-    connect, errors = Link.connect, [RuntimeError("can't start new thread")]
+    connect, errors = Reconnector.connect, [RuntimeError("can't start new thread")]
 
-    async def fail_once(link: Link) -> Connection:
+    async def fail_once(link: Reconnector) -> Connection:
         if errors:
             raise errors.pop()
         return await connect(link)
 
-    monkeypatch.setattr(Link, "connect", fail_once)
+    monkeypatch.setattr(Reconnector, "connect", fail_once)
     await lose(link, link.connection)
 
     assert await tier.contains(key_of(1))
@@ -269,7 +269,7 @@ async def test_connecting_waits_for_the_first_answer_until_the_deadline_of_conne
         socket=daemon.path, connect_timeout_s=0.05, lookup_timeout_s=0.001, transfer_timeout_s=0.001
     )
     with pytest.raises(TierUnavailableError, match=r"within connect_timeout_s of 0\.05 s"):
-        await Link(config, pin=False, pin_device=None).connect()
+        await Reconnector(config, pin=False, pin_device=None).connect()
 
 
 async def test_no_request_is_sent_to_a_daemon_with_too_many_unanswered_ones(daemon, tier, arena):
@@ -425,8 +425,8 @@ async def test_the_memory_is_not_inherited_by_children_or_programs(tier, arena):
     await put(tier, arena, 1)
     address = tier._opened.connection.mapping._region.address  # type: ignore[union-attr]
     assert "dc" in await asyncio.to_thread(flags_of, address)  # do not copy on fork
-    anchor = tier._opened.connection.mapping._anchor  # type: ignore[union-attr]
-    assert not anchor.get_inheritable()
+    socket_copy = tier._opened.connection.mapping._socket_copy  # type: ignore[union-attr]
+    assert not socket_copy.get_inheritable()
 
 
 class SlowCUDA:

@@ -191,7 +191,7 @@ async def test_a_seed_has_the_same_faults_again_and_another_seed_has_others(aren
 
 async def test_the_random_source_can_be_given(arena):
     options = FaultsConfig(error=0.5)
-    tiers = [LayeredTier(filled(), FaultsLayer(options, context(), dice=random.Random(9))) for _ in range(2)]
+    tiers = [LayeredTier(filled(), FaultsLayer(options, context(), rng=random.Random(9))) for _ in range(2)]
 
     assert await get_all(tiers[0], arena) == await get_all(tiers[1], arena)
 

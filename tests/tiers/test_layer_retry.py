@@ -52,8 +52,8 @@ def away():
     return TierUnavailableError("away")
 
 
-def retrying(inner, *, timeout_s=30.0, dice=None, **options) -> LayeredTier:
-    layer = RetryLayer(RetryConfig(**options), context(timeout_s=timeout_s), dice=dice or Highest())
+def retrying(inner, *, timeout_s=30.0, rng=None, **options) -> LayeredTier:
+    layer = RetryLayer(RetryConfig(**options), context(timeout_s=timeout_s), rng=rng or Highest())
     return LayeredTier(inner, layer, timeout_s=timeout_s)
 
 

@@ -64,7 +64,7 @@ def client(monkeypatch):
         MooncakeDistributedStore=lambda: client, ReplicateConfig=types.SimpleNamespace
     )
     monkeypatch.setattr(pool_module, "_client_module", lambda: module)
-    monkeypatch.setattr(pool_module, "_FIRST_S", 0.0)  # join in the background
+    monkeypatch.setattr(pool_module, "_OPEN_S", 0.0)  # join in the background
     return client
 
 
@@ -97,7 +97,7 @@ async def test_closing_does_not_wait_for_a_client_that_does_not_join(client, han
 async def test_an_opening_that_takes_too_long_does_not_wait_for_the_client(
     client, config, arena, monkeypatch
 ):
-    monkeypatch.setattr(pool_module, "_FIRST_S", WAIT_S)
+    monkeypatch.setattr(pool_module, "_OPEN_S", WAIT_S)
     gate = Gate(monkeypatch, client, "setup", shut=True)
     handle = handle_of(MooncakeTier(config), open_timeout_s=0.01)
     handle.bind(arena)

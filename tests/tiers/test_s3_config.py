@@ -8,7 +8,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from lmcache_async.config import load_config, validate_options
 from lmcache_async.errors import ConfigError, MissingDependencyError
 from lmcache_async.plugins.s3 import S3Config, S3Tier
-from lmcache_async.plugins.s3.bucket import open_store, reason, translated
+from lmcache_async.plugins.s3.bucket import open_store, reason, tier_error
 from lmcache_async.registry import TIERS, Registry
 from tests.support.secret_files import secret_file
 
@@ -118,7 +118,7 @@ def test_a_reason_is_one_line_without_signed_queries():
     )
 
     assert reason(error) == "HTTP error: at https://h/b"
-    assert "sig" not in str(translated(error, "read s3://b/x"))
+    assert "sig" not in str(tier_error(error, "read s3://b/x"))
     assert len(reason(RuntimeError("x" * 5000))) == 300
 
 

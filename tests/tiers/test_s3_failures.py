@@ -241,7 +241,7 @@ async def test_a_cancelled_put_ends_with_its_request_and_its_record_stays(s3_ser
         await in_time(asyncio.wait({writing}))
         assert writing.cancelled()
         buffer.release()
-        TierRig(tier, arena).scribble()
+        TierRig(tier, arena).overwrite_free_memory()
 
         assert await TierRig(tier, arena).holds(1)
 

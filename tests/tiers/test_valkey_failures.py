@@ -23,7 +23,7 @@ from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
-from lmcache_async.plugins.valkey.connection import Access, Connection, Node
+from lmcache_async.plugins.valkey.connection import Connection, ConnectionSettings, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
 from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, parse_slots, slot_of
 from lmcache_async.testing.records import key_of, record
@@ -296,7 +296,7 @@ async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allo
     dead = Endpoint("127.0.0.1", free_port())
     monkeypatch.setattr(ValkeyConfig, "address", replace(both, endpoints=(dead, *both.endpoints)))
     tier = bound(settings, arena)
-    topology = FailingOver(tier._access)
+    topology = FailingOver(tier._settings)
     tier._open(topology)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(tier.__aexit__)
@@ -358,8 +358,10 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
             return [ErrorReply("MOVED", "MOVED 1 127.0.0.1:1")] * count
 
     settings = config(server.tcp_url, mode="cluster")
-    topology = Cluster(Access(settings, (), None))
-    first, second = (Moved(Endpoint("127.0.0.1", port), topology._access, topology.close) for port in (1, 2))
+    topology = Cluster(ConnectionSettings(settings, (), None))
+    first, second = (
+        Moved(Endpoint("127.0.0.1", port), topology._settings, topology.close) for port in (1, 2)
+    )
     topology._nodes = {node.endpoint: node for node in (first, second)}
     topology._table, topology._stale = [first.endpoint] * 8192 + [second.endpoint] * 8192, False
     names = [
@@ -373,7 +375,7 @@ async def test_a_redirect_that_arrives_when_the_tier_is_closed_raises_the_error_
 
 async def test_a_server_that_hangs_is_noticed_although_each_lookup_is_cancelled_before_its_deadline(server):
     settings = config(server.tcp_url, lookup_timeout_s=1)
-    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    node = Node(settings.address.endpoints[0], ConnectionSettings(settings, (), None), lambda: None)
     await node.call(encode(b"PING"), 1)
     with hanging(server.signal):
         async with asyncio.timeout(SLACK_S):
@@ -409,7 +411,7 @@ async def test_a_connection_that_is_aborted_while_it_is_opened_is_gone_when_its_
 
 
 async def open_and_close(settings: ValkeyConfig) -> None:
-    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    node = Node(settings.address.endpoints[0], ConnectionSettings(settings, (), None), lambda: None)
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(4):
@@ -427,7 +429,7 @@ async def reserved(node: Node) -> None:
 async def test_a_connection_that_is_closed_while_it_is_opened_fails_with_the_reason(server):
     settings = config(server.tcp_url)
     for number in range(5):  # iterations of the loop before the end; the connection is made in one of them
-        node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+        node = Node(settings.address.endpoints[0], ConnectionSettings(settings, (), None), lambda: None)
         opening = asyncio.ensure_future(reserved(node))
         await turns(number)
         node.close(TierClosedError("closed"))
@@ -439,7 +441,7 @@ async def test_a_connection_that_is_closed_while_it_is_opened_fails_with_the_rea
 
 async def test_a_record_waits_for_a_free_connection_until_the_deadline(server):
     settings = config(server.tcp_url, connections=1, transfer_timeout_s=0.05)
-    node = Node(settings.address.endpoints[0], Access(settings, (), None), lambda: None)
+    node = Node(settings.address.endpoints[0], ConnectionSettings(settings, (), None), lambda: None)
     async with node.connection():
         with pytest.raises(TierUnavailableError, match="no free connection within transfer_timeout_s"):
             async with asyncio.timeout(SLACK_S), node.connection():

@@ -29,10 +29,10 @@ class Watching:
     def __init__(self):
         self.has = defaultdict(set)
 
-    def kept(self, tier, keys):
+    def stored(self, tier, keys):
         self.has[tier].update(keys)
 
-    def gone(self, tier, keys):
+    def removed(self, tier, keys):
         self.has[tier].difference_update(keys)
 
 

@@ -75,13 +75,13 @@ class Notices:
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    def kept(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+    def stored(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             if (known := self._known.get(key)) is not None:
                 parent, tokens, lora_name = known
                 self._add(Stored(tier, key, parent, tokens.tobytes(), lora_name))
 
-    def gone(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+    def removed(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         self._add(Removed(tier, tuple(keys)))
 
     def take(self) -> tuple[Notice, ...]:

@@ -129,7 +129,7 @@ class TierRig:
             )
             await asyncio.sleep(0)
 
-    def scribble(self) -> None:
+    def overwrite_free_memory(self) -> None:
         """Overwrite all free memory, so that a read without a lease returns wrong bytes."""
         statistics = self.arena.statistics()
         buffers = []

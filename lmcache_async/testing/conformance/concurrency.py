@@ -109,14 +109,14 @@ class OverlapCases(Cases):
 
     async def test_many_random_calls_end_with_correct_results(self, rig: TierRig) -> None:
         for seed in range(3):
-            await in_time(_storm(random.Random(seed), rig))
+            await in_time(_random_calls(random.Random(seed), rig))
 
             for number in range(6):
                 found = await rig.contains(number)
                 assert found is await rig.holds(number), "contains and get disagree after concurrent calls"
 
 
-async def _storm(seeded: random.Random, rig: TierRig) -> None:
+async def _random_calls(seeded: random.Random, rig: TierRig) -> None:
     """Run eight tasks of ten random calls each on six keys. `holds` fails if a record is wrong."""
     calls: tuple[Any, ...] = (rig.holds, rig.holds, rig.put, rig.put, rig.contains, rig.remove)
 
@@ -148,7 +148,7 @@ class CancellationCases(Cases):
                 task = await cancelled_at_await(start(numbers, allocate), awaits)
                 if not task.cancelled():
                     release_all(task.result())
-                rig.scribble()  # a read after the cancellation would return wrong bytes
+                rig.overwrite_free_memory()  # a read after the cancellation would return wrong bytes
                 await rig.check_leases()
                 await rig.holds(*numbers)
                 if not task.cancelled():  # the call has no more awaits

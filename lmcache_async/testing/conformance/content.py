@@ -93,7 +93,7 @@ class ContentCases(Cases):
             assert not buffer.released, f"{verb} released the caller's lease"
             assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
         await rig.check_leases()
-        rig.scribble()
+        rig.overwrite_free_memory()
         assert await rig.holds(1)
 
     @pytest.mark.parametrize("verb", ["put", "put_many"])
@@ -144,7 +144,7 @@ class ContentCases(Cases):
             await rig.put(number)
             assert await rig.holds(number)
         await rig.remove(1)
-        rig.scribble()
+        rig.overwrite_free_memory()
 
         check_record(second, 1)
         second.release()
@@ -192,7 +192,7 @@ class BatchCases(Cases):
         self, rig: TierRig, puts: Sequence[int], asked: Sequence[int]
     ) -> None:
         assert await rig.put_many(puts) == [None] * len(puts)
-        rig.scribble()
+        rig.overwrite_free_memory()
         found = await rig.tier.contains_many([key_of(number) for number in asked])
         assert found == [number in puts for number in asked], "contains_many is wrong for a batch"
 

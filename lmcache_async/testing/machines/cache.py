@@ -29,26 +29,26 @@ class Prompts:
     """The prompts of one namespace, as tuples of token ids.
 
     Attributes:
-        may_be: Prompts whose store was started. Only these may be found.
-        must_be: Prompts that are stored and must be found.
+        possible: Prompts whose store was started. Only these may be found.
+        certain: Prompts that are stored and must be found.
     """
 
     def __init__(self, chunk_size: int) -> None:
-        self.may_be: set[tuple[int, ...]] = set()
-        self.must_be: set[tuple[int, ...]] = set()
+        self.possible: set[tuple[int, ...]] = set()
+        self.certain: set[tuple[int, ...]] = set()
         self._chunk_size = chunk_size
 
     def longest(self, tokens: Sequence[int]) -> int:
         """Return the length of the longest prefix that may be found."""
-        return self._longest(tokens, self.may_be)
+        return self._longest(tokens, self.possible)
 
     def shortest(self, tokens: Sequence[int]) -> int:
         """Return the length of the prefix that must be found. A shorter hit means that chunks were lost."""
-        return self._longest(tokens, self.must_be)
+        return self._longest(tokens, self.certain)
 
     def forget(self) -> None:
-        self.may_be.clear()
-        self.must_be.clear()
+        self.possible.clear()
+        self.certain.clear()
 
     def _longest(self, tokens: Sequence[int], prompts: Iterable[tuple[int, ...]]) -> int:
         """Return the longest match in whole chunks. The partial last chunk of a prompt counts if `tokens` end with it."""
@@ -63,7 +63,7 @@ class Prompts:
         return best
 
 
-async def check_quiet(engine: CacheEngine) -> None:
+async def check_idle(engine: CacheEngine) -> None:
     """Assert that nothing is pending, only tiers and pins hold leases, and no tier exceeds its capacity."""
     assert await engine.flush(timeout_s=30), "calls or writes do not end"
     statistics = engine.statistics()
@@ -185,7 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
         asked = [
             (space, prompt)
             for space, prompts in enumerate(self.prompts)
-            for prompt in prompts.must_be or prompts.may_be
+            for prompt in prompts.certain or prompts.possible
         ]
         if not asked:
             return
@@ -200,7 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, other=PROMPTS, space=SPACE, other_space=SPACE)
     def store_and_retrieve(self, tokens: list[int], other: list[int], space: int, other_space: int) -> None:
         async def both() -> None:
-            self.prompts[space].may_be.add(tuple(tokens))
+            self.prompts[space].possible.add(tuple(tokens))
             await asyncio.gather(self._store(tokens, space), self._retrieve(other, other_space, 0))
 
         self.run(both())
@@ -269,7 +269,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         if hasattr(self, "engine"):
-            self.run(check_quiet(self.engine))
+            self.run(check_idle(self.engine))
 
     def teardown(self) -> None:
         if not hasattr(self, "runner"):
@@ -287,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert flushed, "a flush did not end"
         self._note_failures()
         if self.calm and not report.dropped:
-            self.prompts[space].must_be.add(tuple(tokens))
+            self.prompts[space].certain.add(tuple(tokens))
         return report
 
     async def _retrieve(self, tokens: list[int], space: int, skip: int) -> None:
@@ -330,14 +330,14 @@ class CacheMachine(RuleBasedStateMachine):
         keys = sorted([key async for key in chosen.keys()])  # noqa: SIM118 - no dict
         if keys and await chosen.remove(keys[which % len(keys)]):
             for prompts in self.prompts:
-                prompts.must_be.clear()
+                prompts.certain.clear()
         after = await self._lookup(tokens, space)
         assert after <= before or not self.calm, "a hit is longer after an eviction"
 
     def _compute(self, tokens: list[int], space: int) -> None:
         """Write the KV of the prompt into the slots from 0, and allow it to be found from now on."""
         self.rig.write(range(len(tokens)), self._content(tokens, space))
-        self.prompts[space].may_be.add(tuple(tokens))
+        self.prompts[space].possible.add(tuple(tokens))
 
     def _content(self, tokens: list[int], space: int) -> torch.Tensor:
         return self.rig.content([token + 2 * space + 1 for token in tokens])
@@ -351,7 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _not_calm(self) -> None:
         self.calm = False
         for prompts in self.prompts:
-            prompts.must_be.clear()
+            prompts.certain.clear()
 
     def _is_persistent(self) -> bool:
         return any(stacked.tier.capabilities.persistent for stacked in self.engine._parts.stack.tiers)

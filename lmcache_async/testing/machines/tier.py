@@ -27,15 +27,15 @@ class TierModel:
     """Lower and upper bound of the set of stored chunks, by number.
 
     Attributes:
-        maybe: Chunks that may be stored. No other chunk is.
-        sure: Chunks that must be stored, unless the tier counts them as evicted.
+        possible: Chunks that may be stored. No other chunk is.
+        certain: Chunks that must be stored, unless the tier counts them as evicted.
         damaged: Chunks damaged in the backend. They are misses or fail verification.
         late: Chunks that an interrupted call may still put or remove at any later time.
     """
 
     def __init__(self, lengths: Sequence[int], *, reliable: bool) -> None:
-        self.maybe: set[int] = set()
-        self.sure: set[int] = set()
+        self.possible: set[int] = set()
+        self.certain: set[int] = set()
         self.damaged: set[int] = set()
         self.late: set[int] = set()
         self._lengths = lengths
@@ -46,27 +46,27 @@ class TierModel:
         self._evictions = statistics.evictions
 
     def put(self, numbers: Sequence[int], answers: Sequence[TierError | None]) -> None:
-        self.maybe.update(numbers)
+        self.possible.update(numbers)
         for number, answer in zip(numbers, answers, strict=True):
             if answer is None and self._reliable and number not in self.damaged | self.late:
-                self.sure.add(number)
+                self.certain.add(number)
             else:
-                self.sure.discard(number)
+                self.certain.discard(number)
 
-    def unsure(self, numbers: Collection[int], *, maybe: Iterable[int], late: bool = False) -> None:
-        """Record overlapping or interrupted calls on `numbers`; `maybe` of these may be stored afterwards.
+    def unsure(self, numbers: Collection[int], *, possible: Iterable[int], late: bool = False) -> None:
+        """Record overlapping or interrupted calls on `numbers`; `possible` of these may be stored afterwards.
 
         With `late`, a call may still take effect at any later time.
         """
-        self.sure.difference_update(numbers)
-        self.maybe.update(maybe)
+        self.certain.difference_update(numbers)
+        self.possible.update(possible)
         if late:
             self.late.update(numbers)
 
-    def check(self, number: int, found: bool, told: str) -> None:
-        """Check that the chunk was found only if it may be stored, and always if it must be; `told` is for messages."""
-        assert found or number not in self.sure, f"chunk {number} is stored, but {told}"
-        assert not found or number in self.maybe, f"chunk {number} is not stored, but {told}"
+    def check(self, number: int, found: bool, answer: str) -> None:
+        """Check that the chunk was found only if it may be stored, and always if it must be; `answer` is for messages."""
+        assert found or number not in self.certain, f"chunk {number} is stored, but {answer}"
+        assert not found or number in self.possible, f"chunk {number} is not stored, but {answer}"
 
     def removed(self, number: int, was_there: bool) -> None:
         if self._reliable:
@@ -75,15 +75,15 @@ class TierModel:
 
     def cleared(self, count: int) -> None:
         if self._reliable:
-            assert len(self.sure) <= count <= len(self.maybe), f"clear returned {count}"
+            assert len(self.certain) <= count <= len(self.possible), f"clear returned {count}"
         self.forget_all()
 
     def forget_all(self) -> None:
-        for number in tuple(self.maybe):
+        for number in tuple(self.possible):
             self._gone(number)
 
     def damaged_one(self, number: int) -> None:
-        self.sure.discard(number)
+        self.certain.discard(number)
         self.damaged.add(number)
 
     def check_got(self, numbers: Sequence[int], answers: Sequence[Buffer | TierError | None]) -> set[int]:
@@ -118,23 +118,23 @@ class TierModel:
         assert evicted == 0 or statistics.max_bytes is not None, "evicted without a limit"
         if keys is None:
             if evicted:
-                self.sure.clear()
+                self.certain.clear()
             return
         held = {number for number in range(len(self._lengths)) if key_of(number) in keys}
         assert len(held) == len(keys), "the tier has keys that were never put"
         assert statistics.chunks in {0, len(held)}, f"{statistics.chunks} are counted, {len(held)} listed"
         if self._reliable:
-            assert held <= self.maybe, f"chunks {held - self.maybe} are listed, but not stored"
-            lost = self.sure - held
+            assert held <= self.possible, f"chunks {held - self.possible} are listed, but not stored"
+            lost = self.certain - held
             assert len(lost) <= evicted, f"chunks {lost} are lost, {evicted} were evicted"
-            for number in self.maybe - held:
+            for number in self.possible - held:
                 self._gone(number)
-            self.sure = held - self.damaged - self.late
+            self.certain = held - self.damaged - self.late
 
     def _gone(self, number: int) -> None:
         if number not in self.late:
-            self.maybe.discard(number)
-        self.sure.discard(number)
+            self.possible.discard(number)
+        self.certain.discard(number)
         self.damaged.discard(number)
 
 
@@ -275,15 +275,15 @@ class TierMachine(RuleBasedStateMachine):
     def overlap(self, puts: list[int], gets: list[int], removals: list[int]) -> None:
         async def together() -> None:
             # The puts may evict chunks that are read.
-            self.model.unsure({*puts, *removals, *gets}, maybe=puts)
+            self.model.unsure({*puts, *removals, *gets}, possible=puts)
             await asyncio.gather(
-                self._put(puts[:3], sure=False),
+                self._put(puts[:3], certain=False),
                 self._get(gets),
-                self._put(puts[3:], sure=False),
+                self._put(puts[3:], certain=False),
                 *map(self.rig.remove, removals),
             )
             # A damaged record that was read is removed, and a put may have published it again.
-            self.model.unsure((), maybe=puts)
+            self.model.unsure((), possible=puts)
 
         self.run(together())
 
@@ -299,7 +299,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, len(LENGTHS) - 1), edit=st.sampled_from(sorted(EDITS)))
     def damage(self, which: int, edit: str) -> None:
         # Draws and preconditions must not depend on thread timing.
-        there = sorted(self.model.sure)
+        there = sorted(self.model.certain)
         if not there:
             return
         number = there[which % len(there)]
@@ -323,12 +323,12 @@ class TierMachine(RuleBasedStateMachine):
 
     async def _check_sound(self) -> None:
         await self.rig.check_leases()
-        self.rig.scribble()
+        self.rig.overwrite_free_memory()
         statistics = self.tier.statistics()
         keys = await self.rig.keys() if self.tier.capabilities.lists else None
         self.model.check_held(statistics, keys)
 
-    async def _put(self, numbers: list[int], *, sure: bool = True) -> None:
+    async def _put(self, numbers: list[int], *, certain: bool = True) -> None:
         answers: Sequence[TierError | None]
         with self.rig.items(numbers) as items:
             try:
@@ -339,7 +339,7 @@ class TierMachine(RuleBasedStateMachine):
                 check_record(buffer, number, LENGTHS[number])  # the caller's buffer is unchanged
         assert len(answers) == len(numbers)
         assert are_answers(answers)
-        if sure:
+        if certain:
             self.model.put(numbers, answers)
 
     async def _get(self, numbers: list[int], *, alone: bool = False) -> None:
@@ -363,15 +363,15 @@ class TierMachine(RuleBasedStateMachine):
             self.model.removed(number, await self.rig.remove(number))
 
     async def _cancel(self, verb: str, numbers: list[int], awaits: int) -> None:
-        if verb.startswith("get") and self.model.sure:
-            numbers = sorted(self.model.sure)  # a miss has few awaits
+        if verb.startswith("get") and self.model.certain:
+            numbers = sorted(self.model.certain)  # a miss has few awaits
         if not verb.endswith("many"):
             numbers = numbers[:1]
         if verb in {*WRITES, "remove"}:
-            self.model.unsure(numbers, maybe=numbers if verb in WRITES else (), late=self.late_effects)
+            self.model.unsure(numbers, possible=numbers if verb in WRITES else (), late=self.late_effects)
         with self.rig.items(numbers) as items:
             task = await cancelled_at_await(VERBS[verb](self.tier, items, self.rig.allocate), awaits)
-        self.rig.scribble()
+        self.rig.overwrite_free_memory()
         if verb.startswith("get") and not task.cancelled() and not isinstance(task.exception(), TierError):
             answers = task.result()
             await self._take_answers(numbers, answers if isinstance(answers, list) else [answers])

@@ -37,7 +37,7 @@ from lmcache_async.tiers.results import memory_was_short
 _TIMER_S = 0.001
 """Resolution of the timers of uvloop, in seconds. A call may be cancelled this long before its deadline."""
 
-_LEAST, _LEAST_S = 0.25, 0.05
+_MIN_FRACTION, _MIN_S = 0.25, 0.05
 """Fraction of the time that a call was given, and seconds. A late call that spent less time inside the breaker does not count
 as failed: it had waited in `limit`, or another tier had used up the time of the request."""
 
@@ -265,7 +265,7 @@ class BreakerLayer(Layer):
             late = self._clock() >= call.deadline - _TIMER_S
             failed = _is_failure(error) if isinstance(error, Exception) else late or None
             given_s = min(self.context.timeout_s, call.deadline - call.start)
-            if failed and late and self._clock() - now < max(_LEAST * given_s, _LEAST_S):
+            if failed and late and self._clock() - now < max(_MIN_FRACTION * given_s, _MIN_S):
                 failed = None  # it was too short to judge the backend
             raise
         finally:

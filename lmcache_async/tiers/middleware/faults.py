@@ -116,17 +116,17 @@ class FaultsLayer(Layer):
     Args:
         options: Options of the layer.
         context: Context of the layer.
-        dice: Random generator; by default seeded with `options.seed` and the tier id.
+        rng: Random generator; by default seeded with `options.seed` and the tier id.
     """
 
     options_type = FaultsConfig
     options: FaultsConfig
 
     def __init__(
-        self, options: FaultsConfig, context: LayerContext, *, dice: random.Random | None = None
+        self, options: FaultsConfig, context: LayerContext, *, rng: random.Random | None = None
     ) -> None:
         super().__init__(options, context)
-        self._dice = dice or random.Random(f"{options.seed}/{context.tier}")
+        self._rng = rng or random.Random(f"{options.seed}/{context.tier}")
         self._counts: Counter[str] = Counter()
         self._keys: deque[ChunkKey] = deque(maxlen=_REMEMBERED_KEYS)
 
@@ -148,27 +148,27 @@ class FaultsLayer(Layer):
         if call.verb is Verb.PUT_MANY:
             return await self._put_many(call, next)
         if call.verb in (Verb.REMOVE, Verb.REJECT):
-            await self._strike("remove")
+            await self._inject("remove")
             return await next(call)
-        await self._strike("contains")
+        await self._inject("contains")
         stored = await next(call)
         if call.verb is Verb.CONTAINS_MANY:
-            return [bool(one) ^ self._hits("contains", "lie") for one in stored]
-        if self._hits("contains", "lie"):
-            count = self._dice.randint(0, call.chunks)
+            return [bool(one) ^ self._draw("contains", "lie") for one in stored]
+        if self._draw("contains", "lie"):
+            count = self._rng.randint(0, call.chunks)
             return [position < count for position in range(call.chunks)]
         return stored
 
     async def _get_many(self, call: Call, next: Next) -> Results:
-        await self._strike("get", errors=False)
+        await self._inject("get", errors=False)
         results: list[Result] = [self._error("get") for _ in call.keys]
         damages = [
-            self._dice.choice(self.options.damages) if self._hits("get", "corrupt") else None
+            self._rng.choice(self.options.damages) if self._draw("get", "corrupt") else None
             for _ in call.keys
         ]
         wanted = [position for position, error in enumerate(results) if error is None]
         keys = [  # for damage "other" the key of another record that was written
-            self._dice.choice(self._keys)
+            self._rng.choice(self._keys)
             if damages[position] == "other" and self._keys
             else call.keys[position]
             for position in wanted
@@ -176,47 +176,47 @@ class FaultsLayer(Layer):
         got = await next(replace(call, keys=keys)) if keys else []
         for position, result in zip(wanted, got, strict=True):
             results[position] = result
-            self._spoil(result, damages[position])
+            self._damage(result, damages[position])
         return results
 
     async def _put_many(self, call: Call, next: Next) -> Results:
-        await self._strike("put", errors=False)
+        await self._inject("put", errors=False)
         self._keys.extend(key for key, _ in call.items)
         errors: list[Result] = [self._error("put") for _ in call.items]
         done = [
             position
             for position, error in enumerate(errors)
             # Half of the failed puts are carried out all the same, as if the response had been lost.
-            if not self._hits("put", "drop") and (error is None or self._dice.random() < 0.5)
+            if not self._draw("put", "drop") and (error is None or self._rng.random() < 0.5)
         ]
         for position, result in zip(done, await next(call.part(done)) if done else [], strict=True):
             errors[position] = errors[position] or result
         return errors
 
-    async def _strike(self, verb: str, *, errors: bool = True) -> None:
+    async def _inject(self, verb: str, *, errors: bool = True) -> None:
         """Inject the faults of a call as a whole, before the tier inside is called."""
-        if self._hits(verb, "delay"):
+        if self._draw(verb, "delay"):
             await asyncio.sleep(self.options.delay_s)
-        if self._hits(verb, "hang"):
+        if self._draw(verb, "hang"):
             await asyncio.get_running_loop().create_future()
         if errors and (error := self._error(verb)):
             raise error
 
     def _error(self, verb: str) -> TierError | None:
-        if self._hits(verb, "error"):
+        if self._draw(verb, "error"):
             return TierUnavailableError(f"tier {self.context.tier!r}: injected failure of {verb}")
         return None
 
-    def _spoil(self, result: Result, damage: Damage | None) -> None:
+    def _damage(self, result: Result, damage: Damage | None) -> None:
         if not isinstance(result, Buffer) or not result.nbytes:
             return
         if damage == "flip" and not result.shared:
-            result.view[self._dice.randrange(result.nbytes)] ^= self._dice.randint(1, 255)
+            result.view[self._rng.randrange(result.nbytes)] ^= self._rng.randint(1, 255)
         elif damage in ("flip", "truncate"):  # a shared slab is read-only; it is shortened
-            result.resize(self._dice.randrange(result.nbytes))
+            result.resize(self._rng.randrange(result.nbytes))
 
-    def _hits(self, verb: str, fault: str) -> bool:
-        hit = self._dice.random() < self.options.probability(verb, fault)
+    def _draw(self, verb: str, fault: str) -> bool:
+        hit = self._rng.random() < self.options.probability(verb, fault)
         if hit:
             self._counts[f"{verb}.{fault}"] += 1
         return hit

@@ -112,13 +112,13 @@ class LimitLayer(Layer):
             sizes = [self._record_bytes if call.kind is Kind.READ else 0] * call.chunks
         parts = split(sizes, self.options.max_bytes)
         if len(parts) <= 1:
-            async with self._held(sum(sizes), call.deadline):
+            async with self._reserved(sum(sizes), call.deadline):
                 return await next(call)
         results: list[Result] = []
         try:
             for start, stop in parts:
                 try:
-                    async with self._held(sum(sizes[start:stop]), call.deadline):
+                    async with self._reserved(sum(sizes[start:stop]), call.deadline):
                         answers = await next(call.part(range(start, stop)))
                     results += answers
                 except TierError as error:
@@ -135,7 +135,7 @@ class LimitLayer(Layer):
         return results
 
     @asynccontextmanager
-    async def _held(self, nbytes: int, deadline: float) -> AsyncIterator[None]:
+    async def _reserved(self, nbytes: int, deadline: float) -> AsyncIterator[None]:
         """Reserve one call and `nbytes` for the block. A request above a whole budget takes all of it."""
         amounts = {"max_calls": 1, "max_bytes": nbytes}
         with ExitStack() as held:

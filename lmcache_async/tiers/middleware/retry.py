@@ -75,7 +75,7 @@ class RetryLayer(Layer):
     Args:
         options: Options of the layer.
         context: Context of the layer.
-        dice: Random generator of the pauses; by default seeded with `options.seed`.
+        rng: Random generator of the pauses; by default seeded with `options.seed`.
     """
 
     options_type = RetryConfig
@@ -83,10 +83,10 @@ class RetryLayer(Layer):
     bounded = True
 
     def __init__(
-        self, options: RetryConfig, context: LayerContext, *, dice: random.Random | None = None
+        self, options: RetryConfig, context: LayerContext, *, rng: random.Random | None = None
     ) -> None:
         super().__init__(options, context)
-        self._dice = dice or random.Random(options.seed)  # None: seeded by the operating system
+        self._rng = rng or random.Random(options.seed)  # None: seeded by the operating system
         self._retries = 0
         self._recovered = 0
         self._exhausted = 0
@@ -139,7 +139,7 @@ class RetryLayer(Layer):
         # The exponent is capped to prevent an overflow of the float; 2 ** 60 exceeds every bound in use.
         bound = min(self.options.max_s, self.options.base_s * 2.0 ** min(taken, 60))
         if taken + 1 < self.options.attempts:
-            pause_s = self._dice.uniform(0.0, bound)
+            pause_s = self._rng.uniform(0.0, bound)
             if asyncio.get_running_loop().time() + pause_s < deadline:
                 await asyncio.sleep(pause_s)
                 self._retries += 1

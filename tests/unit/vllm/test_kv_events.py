@@ -132,7 +132,7 @@ def test_a_chunk_that_is_announced_again_is_remembered_as_long_as_a_new_one() ->
     for some in (chunks[:-1], chunks[:1], chunks[-1:]):
         notices.know(some, b"", "")
 
-    notices.kept("cpu", [chunks[0].key, chunks[1].key])
+    notices.stored("cpu", [chunks[0].key, chunks[1].key])
 
     assert [notice.key for notice in notices.take() if isinstance(notice, Stored)] == [chunks[0].key]
 
@@ -140,7 +140,7 @@ def test_a_chunk_that_is_announced_again_is_remembered_as_long_as_a_new_one() ->
 def test_notices_are_bounded() -> None:
     notices = Notices(CHUNK)
     for number in range(MAX_NOTICES + 5):
-        notices.gone("cpu", (number.to_bytes(16),))  # type: ignore[arg-type]
+        notices.removed("cpu", (number.to_bytes(16),))  # type: ignore[arg-type]
 
     taken = notices.take()
 
@@ -148,5 +148,5 @@ def test_notices_are_bounded() -> None:
     assert taken[-1] == Removed("cpu", ((MAX_NOTICES + 4).to_bytes(16),))
     assert notices.take() == ()
     assert MAX_KNOWN < MAX_NOTICES
-    notices.kept("cpu", [b"unknown key"])  # type: ignore[list-item]
+    notices.stored("cpu", [b"unknown key"])  # type: ignore[list-item]
     assert not any(isinstance(notice, Stored) for notice in notices.take())

@@ -388,7 +388,7 @@ def test_kv_events_are_of_the_leading_group(make: Callable[..., Worker], until: 
     side.step(stores=[replace(job(), parts=parts, event_lora_name="")])
     copied(side, until)
 
-    side.watcher.kept("cpu", keys)
+    side.watcher.stored("cpu", keys)
     report = side.take_report()
 
     assert report is not None
