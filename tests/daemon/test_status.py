@@ -39,11 +39,15 @@ async def test_the_status_has_the_tenants(daemon: ThreadedDaemon) -> None:
     put(daemon, "batch", 8192)
     url = daemon.daemon.status_url
     assert url is not None
-    told = (await ask(url, "/status.json")).json()
+    status = (await ask(url, "/status.json")).json()
     metrics = (await ask(url, "/metrics")).body.decode()
 
-    assert (told["kind"], told["pool"]["bytes"], told["pool"]["max_bytes"]) == ("daemon", 12288, 64 << 20)
-    batch, chat = told["tenants"]
+    assert (status["kind"], status["pool"]["bytes"], status["pool"]["max_bytes"]) == (
+        "daemon",
+        12288,
+        64 << 20,
+    )
+    batch, chat = status["tenants"]
     assert (batch["id"], batch["bytes"], batch["chunks"]) == ("batch", 8192, 1)
     assert (chat["id"], chat["max_bytes"]) == ("chat", 8 << 20)
     assert 'lmcache_async_pool_tenant_bytes{tenant="chat"} 4096' in metrics
@@ -90,10 +94,10 @@ def test_the_pool_is_exported_by_tenant() -> None:
     pool.lease("team", key_of(19))
     pool.reserve("other", key_of(0), 100)
 
-    told = values(pool)
+    found = values(pool)
 
-    assert told["pool_max_bytes",] == 64 << 10
-    assert told["pool_tenant_chunks", "team"] == told["pool_tenant_record_bytes", "team"] / 4096
-    assert told["pool_tenant_evictions_total", "team"] == 20 + 1 - 16
-    assert told["pool_tenant_readers", "team"] == told["pool_tenant_writers", "other"] == 1
-    assert told["pool_tenant_bytes", "other"] == 4096
+    assert found["pool_max_bytes",] == 64 << 10
+    assert found["pool_tenant_chunks", "team"] == found["pool_tenant_record_bytes", "team"] / 4096
+    assert found["pool_tenant_evictions_total", "team"] == 20 + 1 - 16
+    assert found["pool_tenant_readers", "team"] == found["pool_tenant_writers", "other"] == 1
+    assert found["pool_tenant_bytes", "other"] == 4096

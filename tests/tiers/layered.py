@@ -66,12 +66,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class ToldTier(DictTier):
+class ScriptedTier(DictTier):
     """A tier with scripted results of batches, first in first out: an error, a delay in seconds, HANG or None.
 
     Attributes:
-        told: Results of calls of any method.
-        told_of: Errors of single chunks in `get_many` and `put_many`, by key.
+        script: Results of calls of any method.
+        chunk_errors: Errors of single chunks in `get_many` and `put_many`, by key.
         calls: Method and keys of each call, in order.
         busy: Number of running calls.
         peak: Maximum of `busy`.
@@ -79,8 +79,8 @@ class ToldTier(DictTier):
 
     def __init__(self, *, far=True):
         super().__init__()
-        self.told = deque()
-        self.told_of = defaultdict(deque)
+        self.script = deque()
+        self.chunk_errors = defaultdict(deque)
         self.calls = []
         self.far = far
         self.busy = self.peak = 0
@@ -110,11 +110,11 @@ class ToldTier(DictTier):
         return await super().remove(key)
 
     def _error(self, key):
-        return self.told_of[key].popleft() if self.told_of[key] else None
+        return self.chunk_errors[key].popleft() if self.chunk_errors[key] else None
 
     async def _do(self, verb, keys):
         self.calls.append((verb, list(keys)))
-        what = self.told.popleft() if self.told else None
+        what = self.script.popleft() if self.script else None
         self.busy += 1
         self.peak = max(self.peak, self.busy)
         try:

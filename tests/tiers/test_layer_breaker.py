@@ -27,7 +27,7 @@ from lmcache_async.tiers.middleware.limit import LimitConfig, LimitLayer
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     chunk,
     chunks,
     content,
@@ -60,7 +60,7 @@ def states(tier: LayeredTier):
 
 async def fail_reads(tier, inner, count=2, error=None):
     for _ in range(count):
-        inner.told.append(error or away())
+        inner.script.append(error or away())
         with pytest.raises((TierError, BudgetExceededError)):
             await tier.get(KEYS[0], None)
 
@@ -68,7 +68,7 @@ async def fail_reads(tier, inner, count=2, error=None):
 @in_virtual_time
 async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_again(arena, caplog):
     caplog.set_level("INFO")
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     await fail_reads(tier, inner)
     asked = len(inner.calls)
@@ -90,7 +90,7 @@ async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_a
 
 @in_virtual_time
 async def test_while_reads_fail_nothing_is_looked_up_but_writes_go_on(arena):
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = broken_by(inner)
     await fail_reads(tier, inner)
 
@@ -105,11 +105,11 @@ async def test_while_reads_fail_nothing_is_looked_up_but_writes_go_on(arena):
 
 @in_virtual_time
 async def test_while_writes_fail_reads_go_on(arena):
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     items = chunks(arena, 2)
     for _ in range(2):
-        inner.told.append(away())
+        inner.script.append(away())
         assert [type(error) for error in await tier.put_many(items)] == [TierUnavailableError] * 2
 
     assert [type(error) for error in await tier.put_many(items)] == [TierSuspendedError] * 2
@@ -123,12 +123,12 @@ async def test_while_writes_fail_reads_go_on(arena):
 
 @in_virtual_time
 async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     await fail_reads(tier, inner)
     await asyncio.sleep(5)
     assert await tier.contains(KEYS[0])  # only a hit counts as a probe
-    inner.told.append(1)
+    inner.script.append(1)
     probe = asyncio.ensure_future(tier.get(KEYS[0], allocator(arena)))
     await asyncio.sleep(0)
 
@@ -158,7 +158,7 @@ async def test_probes_are_few_and_lookups_pass_only_while_one_could_read(arena):
 )
 @in_virtual_time
 async def test_errors_that_count_as_failures(error, counts):
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = broken_by(inner)
     await fail_reads(tier, inner, count=2, error=error)
 
@@ -167,7 +167,7 @@ async def test_errors_that_count_as_failures(error, counts):
 
 @in_virtual_time
 async def test_misses_are_not_failures(arena):
-    tier = broken_by(ToldTier())
+    tier = broken_by(ScriptedTier())
     for _ in range(10):
         assert await tier.get(KEYS[0], allocator(arena)) is None
         assert not await tier.contains(KEYS[0])
@@ -181,11 +181,11 @@ async def test_misses_are_not_failures(arena):
 @pytest.mark.parametrize(("failed", "opens"), [(1, False), (2, True), (4, True)])
 @in_virtual_time
 async def test_a_batch_is_one_call_that_fails_with_its_share_of_failed_chunks(arena, failed, opens):
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     for _ in range(2):
         for one in KEYS[:failed]:
-            inner.told_of[one].append(away())
+            inner.chunk_errors[one].append(away())
         results = await tier.get_many(KEYS, allocator(arena))
         assert [isinstance(taken(result), bytes) for result in results] == [False] * failed + [True] * (
             4 - failed
@@ -197,7 +197,7 @@ async def test_a_batch_is_one_call_that_fails_with_its_share_of_failed_chunks(ar
 
 @in_virtual_time
 async def test_chunks_without_arena_memory_are_no_failures_of_the_tier(arena):
-    class NoMemory(ToldTier):
+    class NoMemory(ScriptedTier):
         async def get_many(self, keys, allocate):
             error = TierUnavailableError("no memory to read into")
             error.__cause__ = BudgetExceededError("none")
@@ -212,10 +212,10 @@ async def test_chunks_without_arena_memory_are_no_failures_of_the_tier(arena):
 
 @in_virtual_time
 async def test_slow_reads_count_as_failures_but_return_their_results(arena):
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     for seconds in (3.9, 3.9, 4.0, 4.0):
-        inner.told.append(seconds)
+        inner.script.append(seconds)
         assert taken(await tier.get(KEYS[0], allocator(arena))) == content(0)
 
     assert states(tier)[1] is OPEN
@@ -224,11 +224,11 @@ async def test_slow_reads_count_as_failures_but_return_their_results(arena):
 @in_virtual_time
 async def test_slow_writes_are_failures_only_with_slow_write_s(arena):
     for options, state in (({}, CLOSED), ({"slow_write_s": 4}, OPEN)):
-        inner = ToldTier()
+        inner = ScriptedTier()
         tier = broken_by(inner, **options)
         with chunk(arena, 1) as buffer:
             for _ in range(2):
-                inner.told.append(20)
+                inner.script.append(20)
                 await tier.put(key(1), buffer)
         assert states(tier)[2] is state
 
@@ -236,10 +236,10 @@ async def test_slow_writes_are_failures_only_with_slow_write_s(arena):
 @in_virtual_time
 async def test_a_call_cancelled_early_does_not_count_and_one_cancelled_late_is_a_failure():
     for seconds, state in ((3.9, CLOSED), (4.0, OPEN)):
-        inner = ToldTier()
+        inner = ScriptedTier()
         tier = broken_by(inner)
         for _ in range(2):
-            inner.told.append(HANG)
+            inner.script.append(HANG)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await tier.get(KEYS[0], None)
@@ -249,10 +249,10 @@ async def test_a_call_cancelled_early_does_not_count_and_one_cancelled_late_is_a
 
 @in_virtual_time
 async def test_a_write_that_misses_the_tiers_deadline_has_failed():
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = broken_by(inner, timeout_s=10)
     for _ in range(2):
-        inner.told.append(HANG)
+        inner.script.append(HANG)
         with pytest.raises(TierUnavailableError, match="did not answer in 10"):
             await tier.remove(KEYS[0])
 
@@ -263,7 +263,7 @@ async def test_a_write_that_misses_the_tiers_deadline_has_failed():
 async def test_calls_that_cannot_be_cancelled_open_it_too():
     may_end = asyncio.Event()
 
-    class Stuck(ToldTier):
+    class Stuck(ScriptedTier):
         async def get_many(self, keys, allocate):
             while not may_end.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
@@ -289,7 +289,7 @@ async def test_calls_that_cannot_be_cancelled_open_it_too():
 
 @in_virtual_time
 async def test_lookups_in_a_local_index_hide_no_failures_and_are_no_probes(arena):
-    inner = fill(ToldTier(far=False), 4)
+    inner = fill(ScriptedTier(far=False), 4)
     tier = broken_by(inner)
     for _ in range(2):
         assert await tier.contains_many(KEYS) == [True] * 4
@@ -307,7 +307,7 @@ async def test_lookups_in_a_local_index_hide_no_failures_and_are_no_probes(arena
 
 @in_virtual_time
 async def test_clear_and_keys_are_never_refused():
-    inner = fill(ToldTier(), 4)
+    inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     await fail_reads(tier, inner)
 
@@ -316,7 +316,7 @@ async def test_clear_and_keys_are_never_refused():
 
 
 async def test_statistics_can_be_read_from_outside_of_the_loop():
-    tier = broken_by(ToldTier())
+    tier = broken_by(ScriptedTier())
     await tier.contains(KEYS[0])
 
     statistics = await asyncio.to_thread(tier.layer_statistics)
@@ -341,8 +341,8 @@ async def test_a_call_that_a_deadline_outside_ends_a_little_early_is_a_failure()
 @pytest.mark.parametrize("outside", [False, True])
 @in_virtual_time
 async def test_a_call_that_had_little_time_left_after_a_wait_for_room_is_no_failure(arena, outside):
-    inner = fill(ToldTier(), 4)
-    inner.told.extend([25, 10])
+    inner = fill(ScriptedTier(), 4)
+    inner.script.extend([25, 10])
     breaker = BreakerLayer(BreakerConfig(min_calls=1, window_calls=1, slow_s=30), context())
     layers = [LimitLayer(LimitConfig(max_calls=1), context()), breaker]
     if outside:

@@ -12,7 +12,7 @@ from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLaye
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     call,
     chunk,
     content,
@@ -32,7 +32,7 @@ def bounded(inner, *, close_timeout_s=None, **options) -> LayeredTier:
     return LayeredTier(inner, layer, close_timeout_s=close_timeout_s)
 
 
-class StubbornTier(ToldTier):
+class StubbornTier(ScriptedTier):
     """A tier whose cancelled get still returns later, like one in a thread."""
 
     def __init__(self):
@@ -57,8 +57,8 @@ class StubbornTier(ToldTier):
 )
 @in_virtual_time
 async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
-    inner = fill(ToldTier(), 2)
-    inner.told.append(HANG)
+    inner = fill(ScriptedTier(), 2)
+    inner.script.append(HANG)
     tier = bounded(inner, **BOUNDS)
     start = now()
     with pytest.raises(TierUnavailableError, match=rf"tier 't': {verb} did not answer in {after}.0 s"):
@@ -69,8 +69,8 @@ async def test_each_kind_of_call_has_its_deadline(arena, verb, after):
 
 @in_virtual_time
 async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
-    inner = fill(ToldTier(), 2)
-    inner.told.extend([29, HANG])
+    inner = fill(ScriptedTier(), 2)
+    inner.script.extend([29, HANG])
     tier = bounded(inner)
     start = now()
 
@@ -82,8 +82,8 @@ async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
 
 @in_virtual_time
 async def test_lookups_in_a_local_index_are_not_bounded():
-    inner = fill(ToldTier(far=False), 1)
-    inner.told.append(20)
+    inner = fill(ScriptedTier(far=False), 1)
+    inner.script.append(20)
 
     assert await bounded(inner, **BOUNDS).contains(key(0))
 
@@ -119,7 +119,7 @@ async def test_closing_waits_for_late_calls_once_and_within_its_time(arena):
 async def test_a_late_put_keeps_its_bytes_until_it_has_ended(arena):
     seen = []
 
-    class Late(ToldTier):
+    class Late(ScriptedTier):
         async def put_many(self, items):
             try:
                 await asyncio.sleep(100)

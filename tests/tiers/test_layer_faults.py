@@ -15,7 +15,7 @@ from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.faults import FaultsConfig, FaultsLayer
 from tests.tiers.layered import (
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     call,
     chunk,
     content,
@@ -154,7 +154,7 @@ async def test_contains_returns_the_opposite_for_stored_and_missing_chunks():
     assert await tier.contains(key(5))
     assert not await tier.contains(key(1))
     assert await tier.contains_many([key(0), key(5)]) == [False, True]
-    far = faulty(fill(ToldTier(), 2), lie=1)
+    far = faulty(fill(ScriptedTier(), 2), lie=1)
     assert {await far.count_prefix(KEYS) for _ in range(40)} > {0, COUNT}
 
 

@@ -16,7 +16,7 @@ from lmcache_async.tiers.results import memory_was_short
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     chunks,
     content,
     context,
@@ -49,8 +49,8 @@ def idle(layer: LayeredTier) -> bool:
 
 @in_virtual_time
 async def test_no_more_calls_than_allowed_are_under_way_and_they_start_in_order():
-    inner = ToldTier()
-    inner.told.extend([1.0] * 6)
+    inner = ScriptedTier()
+    inner.script.extend([1.0] * 6)
     tier = limited(inner, max_calls=2)
     start = now()
 
@@ -65,8 +65,8 @@ async def test_no_more_calls_than_allowed_are_under_way_and_they_start_in_order(
 
 @in_virtual_time
 async def test_puts_wait_for_bytes(arena):
-    inner = ToldTier()
-    inner.told.extend([1.0] * 5)
+    inner = ScriptedTier()
+    inner.script.extend([1.0] * 5)
     tier = limited(inner, max_bytes=2500)  # of chunks of 1000 bytes
     items = chunks(arena, 5)
 
@@ -80,8 +80,8 @@ async def test_puts_wait_for_bytes(arena):
 
 @in_virtual_time
 async def test_gets_count_with_the_largest_record_size(arena):
-    inner = fill(ToldTier(), 6)
-    inner.told.extend([1.0] * 6)
+    inner = fill(ScriptedTier(), 6)
+    inner.script.extend([1.0] * 6)
     tier = limited(inner, max_bytes=3 * SLAB_BYTES, arena=arena)
 
     results = await asyncio.gather(*(tier.get(one, allocator(arena)) for one in KEYS))
@@ -93,7 +93,7 @@ async def test_gets_count_with_the_largest_record_size(arena):
 
 @in_virtual_time
 async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena):
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
     items = chunks(arena, 6)
 
@@ -110,8 +110,8 @@ async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena
 
 @in_virtual_time
 async def test_a_chunk_larger_than_the_limit_goes_alone(arena):
-    inner = ToldTier()
-    inner.told.extend([1.0] * 3)
+    inner = ScriptedTier()
+    inner.script.extend([1.0] * 3)
     tier = limited(inner, max_bytes=10)
     items = chunks(arena, 3)
 
@@ -125,8 +125,8 @@ async def test_a_chunk_larger_than_the_limit_goes_alone(arena):
 
 @in_virtual_time
 async def test_a_part_that_fails_leaves_the_others_as_they_are(arena):
-    inner = fill(ToldTier(), 6)
-    inner.told.extend([None, TierError("the second part"), None])
+    inner = fill(ScriptedTier(), 6)
+    inner.script.extend([None, TierError("the second part"), None])
     tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
 
     results = await tier.get_many(KEYS, allocator(arena))
@@ -138,8 +138,8 @@ async def test_a_part_that_fails_leaves_the_others_as_they_are(arena):
 @pytest.mark.parametrize("first", [True, False])
 @in_virtual_time
 async def test_parts_that_were_read_stay_usable_if_a_later_one_has_no_memory(arena, first):
-    inner = fill(ToldTier(), 6)
-    inner.told.extend([*([] if first else [None]), BudgetExceededError("none")])
+    inner = fill(ScriptedTier(), 6)
+    inner.script.extend([*([] if first else [None]), BudgetExceededError("none")])
     tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
 
     if first:
@@ -155,8 +155,8 @@ async def test_parts_that_were_read_stay_usable_if_a_later_one_has_no_memory(are
 
 @in_virtual_time
 async def test_a_batch_in_one_part_that_fails_raises():
-    inner = ToldTier()
-    inner.told.append(TierError("as a whole"))
+    inner = ScriptedTier()
+    inner.script.append(TierError("as a whole"))
     tier = limited(inner, max_calls=1)
 
     with pytest.raises(TierError, match="as a whole"):
@@ -166,8 +166,8 @@ async def test_a_batch_in_one_part_that_fails_raises():
 
 @in_virtual_time
 async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
-    inner = fill(ToldTier(), 6)
-    inner.told.append(3)
+    inner = fill(ScriptedTier(), 6)
+    inner.script.append(3)
     shared = {}
     slow = limited(inner, max_calls=1, share="nic", where=context(shared=shared))
     tier = limited(inner, max_calls=1, share="nic", where=context(shared=shared, timeout_s=2))
@@ -188,8 +188,8 @@ async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
 
 @in_virtual_time
 async def test_lookups_in_a_local_index_do_not_wait():
-    inner = fill(ToldTier(far=False), 6)
-    inner.told.append(HANG)
+    inner = fill(ScriptedTier(far=False), 6)
+    inner.script.append(HANG)
     tier = limited(inner, max_calls=1)
     hanging = asyncio.ensure_future(tier.remove(key(0)))
     await asyncio.sleep(0)
@@ -203,9 +203,9 @@ async def test_lookups_in_a_local_index_do_not_wait():
 @in_virtual_time
 async def test_tiers_with_the_same_share_have_one_limit_together():
     shared = {}
-    inners = [ToldTier(), ToldTier(), ToldTier()]
+    inners = [ScriptedTier(), ScriptedTier(), ScriptedTier()]
     for inner in inners:
-        inner.told.append(1.0)
+        inner.script.append(1.0)
     names = ["nic", "nic", "disk"]
     tiers = [
         limited(inner, max_calls=1, share=name, where=context(shared=shared, tier=f"t{number}"))
@@ -226,10 +226,10 @@ async def test_tiers_with_the_same_share_have_one_limit_together():
 
 def test_the_same_share_with_other_options_stops_the_start():
     shared = {}
-    limited(ToldTier(), max_calls=1, share="nic", where=context(shared=shared, tier="a"))
+    limited(ScriptedTier(), max_calls=1, share="nic", where=context(shared=shared, tier="a"))
 
     with pytest.raises(ConfigError) as caught:
-        limited(ToldTier(), max_calls=2, share="nic", where=context(shared=shared, tier="b"))
+        limited(ScriptedTier(), max_calls=2, share="nic", where=context(shared=shared, tier="b"))
     assert str(caught.value) == (
         "tiers[0] (b), layers[0] (l): share 'nic' has other options than in tiers[0] (a), layers[0] (l):"
         " set the same options in both, or use two names"

@@ -15,7 +15,7 @@ from lmcache_async.tiers.middleware.metrics import MetricsLayer
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     chunks,
     content,
     context,
@@ -45,7 +45,7 @@ def buckets(metrics: CallMetrics) -> dict[float, int]:
 
 @in_virtual_time
 async def test_calls_chunks_bytes_and_hits_by_verb(arena):
-    tier = measured(ToldTier())
+    tier = measured(ScriptedTier())
     items = chunks(arena, 3)
     await tier.put(*items[0])
     await tier.put_many(items[1:])
@@ -61,11 +61,11 @@ async def test_calls_chunks_bytes_and_hits_by_verb(arena):
     await tier.remove(KEYS[0])
     await tier.reject(KEYS[0], "magic")
 
-    told = {
+    counts = {
         name: (metrics.calls, metrics.chunks, metrics.found, metrics.bytes)
         for name, metrics in tier.layer_statistics().verbs.items()
     }
-    assert told == {
+    assert counts == {
         "put_many": (2, 3, 0, 3000),
         "get_many": (3, 6, 4, 4000),
         "contains_many": (3, 6, 4, 0),
@@ -77,18 +77,18 @@ async def test_calls_chunks_bytes_and_hits_by_verb(arena):
 
 @in_virtual_time
 async def test_errors_by_type_of_calls_and_of_chunks_in_batches(arena):
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = measured(inner)
-    inner.told.append(TierUnavailableError("away"))
+    inner.script.append(TierUnavailableError("away"))
     with pytest.raises(TierUnavailableError):
         await tier.get_many(KEYS, allocator(arena))
-    inner.told.append(ValueError("odd"))
+    inner.script.append(ValueError("odd"))
     with pytest.raises(TierError, match="get_many raised ValueError: odd"):
         await tier.get_many(KEYS, allocator(arena))
-    inner.told_of[KEYS[1]].append(TierError("one"))
+    inner.chunk_errors[KEYS[1]].append(TierError("one"))
     await tier.get_many(KEYS, allocator(arena))
     items = chunks(arena, 3)
-    inner.told_of[KEYS[2]].append(TierUnavailableError("away"))
+    inner.chunk_errors[KEYS[2]].append(TierUnavailableError("away"))
     await tier.put_many(items)
     release(items)
 
@@ -100,10 +100,10 @@ async def test_errors_by_type_of_calls_and_of_chunks_in_batches(arena):
 
 @in_virtual_time
 async def test_latencies_fall_into_fixed_buckets():
-    inner = ToldTier()
+    inner = ScriptedTier()
     tier = measured(inner)
     for seconds in (0, 0.001, 0.0011, 29, 31):
-        inner.told.append(seconds or None)
+        inner.script.append(seconds or None)
         await tier.contains(KEYS[0])
 
     metrics = verb(tier, "contains_many")
@@ -114,8 +114,8 @@ async def test_latencies_fall_into_fixed_buckets():
 
 @in_virtual_time
 async def test_running_and_cancelled_calls_are_counted():
-    inner = ToldTier()
-    inner.told.append(HANG)
+    inner = ScriptedTier()
+    inner.script.append(HANG)
     tier = measured(inner)
     task = asyncio.ensure_future(tier.contains(KEYS[0]))
     await asyncio.sleep(1)
@@ -128,7 +128,7 @@ async def test_running_and_cancelled_calls_are_counted():
 
 
 async def test_a_snapshot_does_not_change():
-    tier = LayeredTier(ToldTier(), MetricsLayer(LayerConfig(), context()))
+    tier = LayeredTier(ScriptedTier(), MetricsLayer(LayerConfig(), context()))
     await tier.contains(KEYS[0])
     before = tier.layer_statistics()
     await tier.contains(KEYS[0])

@@ -24,7 +24,7 @@ from lmcache_async.tiers.results import memory_was_short
 from tests.tiers.layered import (
     HANG,
     LayeredTier,
-    ToldTier,
+    ScriptedTier,
     VirtualLoop,
     call,
     chunks,
@@ -67,8 +67,8 @@ def retrying(inner, *, timeout_s=30.0, rng=None, **options) -> LayeredTier:
 )
 @in_virtual_time
 async def test_a_call_succeeds_after_pauses_that_grow_up_to_their_bound(failures, options, seconds):
-    inner = fill(ToldTier(), 1)
-    inner.told.extend(away() for _ in range(failures))
+    inner = fill(ScriptedTier(), 1)
+    inner.script.extend(away() for _ in range(failures))
     tier = retrying(inner, **options)
     start = now()
 
@@ -79,8 +79,8 @@ async def test_a_call_succeeds_after_pauses_that_grow_up_to_their_bound(failures
 
 @in_virtual_time
 async def test_when_no_attempt_is_left_the_last_error_is_raised():
-    inner = ToldTier()
-    inner.told.extend([away(), away(), TierUnavailableError("the third")])
+    inner = ScriptedTier()
+    inner.script.extend([away(), away(), TierUnavailableError("the third")])
     tier = retrying(inner, attempts=3)
 
     with pytest.raises(TierUnavailableError, match="the third"):
@@ -101,8 +101,8 @@ async def test_when_no_attempt_is_left_the_last_error_is_raised():
     ids=lambda error: type(error).__name__,
 )
 async def test_permanent_errors_are_not_retried(error):
-    inner = ToldTier()
-    inner.told.append(error)
+    inner = ScriptedTier()
+    inner.script.append(error)
 
     with pytest.raises(type(error) if isinstance(error, TierError) else TierError):
         await retrying(inner).contains(KEYS[0])
@@ -114,9 +114,9 @@ async def test_chunks_without_arena_memory_are_not_retried(arena):
     """Retries would wait for memory while holding the memory of the others."""
     error = TierUnavailableError("no memory to read into")
     error.__cause__ = BudgetExceededError("none")
-    inner = fill(ToldTier(), 4)
-    inner.told_of[KEYS[1]].append(error)
-    inner.told.extend([None, error])
+    inner = fill(ScriptedTier(), 4)
+    inner.chunk_errors[KEYS[1]].append(error)
+    inner.script.extend([None, error])
     tier = retrying(inner)
 
     results = await tier.get_many(KEYS[:3], allocator(arena))
@@ -129,9 +129,9 @@ async def test_chunks_without_arena_memory_are_not_retried(arena):
 
 @in_virtual_time
 async def test_chunks_that_were_read_stay_usable_if_a_later_attempt_has_no_memory(arena):
-    inner = fill(ToldTier(), 4)
-    inner.told_of[KEYS[1]].append(away())
-    inner.told.extend([None, BudgetExceededError("none")])
+    inner = fill(ScriptedTier(), 4)
+    inner.chunk_errors[KEYS[1]].append(away())
+    inner.script.extend([None, BudgetExceededError("none")])
     tier = retrying(inner)
 
     results = await tier.get_many(KEYS[:3], allocator(arena))
@@ -143,8 +143,8 @@ async def test_chunks_that_were_read_stay_usable_if_a_later_attempt_has_no_memor
 
 @pytest.mark.parametrize("verb", ["contains_many", "count_prefix", "get", "put", "remove", "reject"])
 async def test_every_verb_is_tried_again(arena, verb):
-    inner = fill(ToldTier(), 4)
-    inner.told.append(away())
+    inner = fill(ScriptedTier(), 4)
+    inner.script.append(away())
     result = await call(retrying(inner, base_s=1e-6), verb, arena)
 
     right = {"contains_many": [True] * 4, "count_prefix": 4, "get": content(1), "put": None}
@@ -154,10 +154,10 @@ async def test_every_verb_is_tried_again(arena, verb):
 
 @in_virtual_time
 async def test_only_the_failed_puts_of_a_batch_are_repeated(arena):
-    inner = ToldTier()
-    inner.told_of[KEYS[0]].append(away())
-    inner.told_of[KEYS[1]].append(TierError("for good"))
-    inner.told_of[KEYS[3]].extend(away() for _ in range(3))
+    inner = ScriptedTier()
+    inner.chunk_errors[KEYS[0]].append(away())
+    inner.chunk_errors[KEYS[1]].append(TierError("for good"))
+    inner.chunk_errors[KEYS[3]].extend(away() for _ in range(3))
     tier = retrying(inner)
     items = chunks(arena, 4)
 
@@ -172,9 +172,9 @@ async def test_only_the_failed_puts_of_a_batch_are_repeated(arena):
 
 @in_virtual_time
 async def test_a_batch_that_keeps_failing_ends_with_the_chunks_it_has(arena):
-    inner = fill(ToldTier(), 4)
-    inner.told_of[KEYS[2]].append(away())
-    inner.told.extend([None, away(), TierError("now for good")])
+    inner = fill(ScriptedTier(), 4)
+    inner.chunk_errors[KEYS[2]].append(away())
+    inner.script.extend([None, away(), TierError("now for good")])
 
     tier = retrying(inner)
 
@@ -188,8 +188,8 @@ async def test_a_batch_that_keeps_failing_ends_with_the_chunks_it_has(arena):
 
 @in_virtual_time
 async def test_a_batch_that_cannot_be_retried_raises_as_it_would_without():
-    inner = ToldTier()
-    inner.told.append(TierError("for good"))
+    inner = ScriptedTier()
+    inner.script.append(TierError("for good"))
 
     with pytest.raises(TierError, match="for good"):
         await retrying(inner).get_many([], None)
@@ -197,8 +197,8 @@ async def test_a_batch_that_cannot_be_retried_raises_as_it_would_without():
 
 @in_virtual_time
 async def test_no_pause_is_begun_that_would_end_after_the_deadline():
-    inner = ToldTier()
-    inner.told.extend(away() for _ in range(100))
+    inner = ScriptedTier()
+    inner.script.extend(away() for _ in range(100))
     tier = retrying(inner, attempts=100, base_s=1, max_s=1, timeout_s=3.5)
     start = now()
 
@@ -213,9 +213,9 @@ async def test_no_pause_is_begun_that_would_end_after_the_deadline():
 async def test_a_call_cancelled_after_its_first_attempt_ends_at_once_and_leaves_no_lease(
     arena, again, attempts
 ):
-    inner = fill(ToldTier(), 4)
-    inner.told_of[KEYS[2]].append(away())
-    inner.told.extend([None, *again])
+    inner = fill(ScriptedTier(), 4)
+    inner.chunk_errors[KEYS[2]].append(away())
+    inner.script.extend([None, *again])
     tier = retrying(inner, base_s=0.5 if again else 5, max_s=5)
     task = asyncio.ensure_future(tier.get_many(KEYS, allocator(arena)))
     start = now()
@@ -234,8 +234,8 @@ async def test_a_call_cancelled_after_its_first_attempt_ends_at_once_and_leaves_
 def test_jitter_is_full_and_repeats_with_its_seed():
     async def ends(seed):
         """Times at which the calls of a hundred clients succeed."""
-        inner = fill(ToldTier(), 1)
-        inner.told.extend(away() for _ in range(100))
+        inner = fill(ScriptedTier(), 1)
+        inner.script.extend(away() for _ in range(100))
         layer = LayeredTier(inner, RetryLayer(RetryConfig(base_s=1, max_s=1, seed=seed), context()))
         start = now()
         times = []
@@ -270,9 +270,9 @@ def test_a_batch_has_the_results_of_single_calls(faults, attempts, seed):
 
     async def main():
         arena = small_arena(8)
-        inner = fill(ToldTier(), 6)
+        inner = fill(ScriptedTier(), 6)
         for number, count in enumerate(faults):
-            inner.told_of[key(number)].extend(away() for _ in range(count))
+            inner.chunk_errors[key(number)].extend(away() for _ in range(count))
         tier = LayeredTier(inner, RetryLayer(RetryConfig(attempts=attempts, seed=seed), context()))
         results = await tier.get_many([key(number) for number in range(6)], allocator(arena))
 

@@ -14,14 +14,14 @@ from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.middleware.breaker import CircuitState
 from tests.simulation.loop import run
 from tests.support.engines import retrieve
-from tests.tiers.layered import HANG, ToldTier, now
+from tests.tiers.layered import HANG, ScriptedTier, now
 
 STORE_S = RETRIEVE_S = 8.0
 TOKENS = 40
 CALL_S = 0.002
 
 
-class SteadyTier(ToldTier):
+class SteadyTier(ScriptedTier):
     """A tier whose calls all take the same time. Derived tiers are sick."""
 
     sick = True
@@ -29,25 +29,25 @@ class SteadyTier(ToldTier):
     def __init__(self, config):
         super().__init__(far=True)
 
-    def told_of_call(self, verb):
+    def result_of_call(self, verb):
         return CALL_S
 
     async def _do(self, verb, keys):
-        self.told.appendleft(self.told_of_call(verb) if self.sick else CALL_S)
+        self.script.appendleft(self.result_of_call(verb) if self.sick else CALL_S)
         await super()._do(verb, keys)
 
 
 class FailingTier(SteadyTier):
     """A tier whose calls fail at once."""
 
-    def told_of_call(self, verb):
+    def result_of_call(self, verb):
         return TierUnavailableError("away")
 
 
 class HangingTier(SteadyTier):
     """A tier that never answers."""
 
-    def told_of_call(self, verb):
+    def result_of_call(self, verb):
         return HANG
 
 
@@ -58,7 +58,7 @@ class UnreadableTier(SteadyTier):
         super().__init__(config)
         self.far = False
 
-    def told_of_call(self, verb):
+    def result_of_call(self, verb):
         return HANG if verb == "get_many" else None
 
 

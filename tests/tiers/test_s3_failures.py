@@ -178,7 +178,7 @@ async def test_a_throttling_server_is_a_retryable_error(s3_server, proxy, arena,
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "told"),
+    ("code", "kind", "advice"),
     [
         (b"ExpiredToken", TierError, "session_token"),
         (b"InvalidToken", TierError, "session_token"),
@@ -186,7 +186,7 @@ async def test_a_throttling_server_is_a_retryable_error(s3_server, proxy, arena,
         (b"AuthorizationHeaderMalformed", TierError, "check region and endpoint"),
     ],
 )
-async def test_an_invalid_request_is_explained_by_its_code(s3_server, proxy, code, kind, told):
+async def test_an_invalid_request_is_explained_by_its_code(s3_server, proxy, code, kind, advice):
     body = b"<Error><Code>%b</Code><Message>It is wrong.</Message></Error>" % code
     proxy.answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (
         len(body),
@@ -194,7 +194,7 @@ async def test_an_invalid_request_is_explained_by_its_code(s3_server, proxy, cod
     )
     config = through(proxy, s3_server.config())
 
-    with pytest.raises(TierError, match=f"HTTP 400: {code.decode()}: It is wrong.*{told}") as caught:
+    with pytest.raises(TierError, match=f"HTTP 400: {code.decode()}: It is wrong.*{advice}") as caught:
         await Bucket(config, open_store(config)).read(key_of(1), 1000)
 
     assert type(caught.value) is kind

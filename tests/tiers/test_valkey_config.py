@@ -39,7 +39,7 @@ def test_urls_are_parsed(url, endpoints, username, database):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"url": "http://host"}, "expected a URL such as valkey"),
         ({"url": "valkey://host:port"}, "expected name, name:port or [address]:port for each host"),
@@ -65,11 +65,11 @@ def test_urls_are_parsed(url, endpoints, username, database):
         ),
     ],
 )
-def test_wrong_options_are_reported_with_the_reason(options, told):
+def test_wrong_options_are_reported_with_the_reason(options, message):
     with pytest.raises(ConfigError) as caught:
         validate_options(ValkeyConfig, options, "tiers[1]")
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "geheim" not in str(caught.value)
     assert "ge/he@im" not in str(caught.value)
 
