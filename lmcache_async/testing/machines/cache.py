@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     async def open(self) -> None:
         self.registry.made.clear()
-        self.calm = self.roomy
+        self.lossless = self.roomy
         tiers = list(self.make_tiers(self.directory, self.max_bytes))
         if not self.memory:
             tiers = [tier for tier in tiers if tier != "cpu"]
@@ -264,7 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.registry.made[tier % len(self.registry.made)].faults.extend(plan.faults)
         if any(plan.faults):
-            self._not_calm()
+            self._allow_losses()
 
     @invariant()
     def nothing_is_left_behind(self) -> None:
@@ -286,7 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
         flushed = await self.engine.flush(timeout_s=30)
         assert flushed, "a flush did not end"
         self._note_failures()
-        if self.calm and not report.dropped:
+        if self.lossless and not report.dropped:
             self.prompts[space].certain.add(tuple(tokens))
         return report
 
@@ -316,7 +316,7 @@ class CacheMachine(RuleBasedStateMachine):
         found = await self.engine.lookup(tokens, namespace=SPACES[space])
         assert lies or found <= self.prompts[space].longest(tokens), "a lookup found more than was stored"
         self._note_failures()
-        if self.calm:
+        if self.lossless:
             assert found >= self.prompts[space].shortest(tokens), "a stored prompt is not found"
         return found
 
@@ -332,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
             for prompts in self.prompts:
                 prompts.certain.clear()
         after = await self._lookup(tokens, space)
-        assert after <= before or not self.calm, "a hit is longer after an eviction"
+        assert after <= before or not self.lossless, "a hit is longer after an eviction"
 
     def _compute(self, tokens: list[int], space: int) -> None:
         """Write the KV of the prompt into the slots from 0, and allow it to be found from now on."""
@@ -346,10 +346,10 @@ class CacheMachine(RuleBasedStateMachine):
         """Stop expecting hits if a tier reported an error or a drop, such as a timeout on a slow machine."""
         counts = self.engine.statistics().counts
         if any(event in name for name in counts for event in (".errors.", ".dropped.")):
-            self._not_calm()
+            self._allow_losses()
 
-    def _not_calm(self) -> None:
-        self.calm = False
+    def _allow_losses(self) -> None:
+        self.lossless = False
         for prompts in self.prompts:
             prompts.certain.clear()
 
