@@ -291,12 +291,8 @@ class TierHandle:
         """
         local = self.capabilities.local_index
         verb = Verb.CONTAINS_MANY if local or exact else Verb.COUNT_PREFIX
-        now = asyncio.get_running_loop().time()
-        limit = min(now + self._timeout_s, deadline)
-        return cast(
-            "Coroutine[Any, Any, list[bool]]",
-            self._call(Call(verb, keys, deadline=limit, local=local, start=now)),
-        )
+        call = self._new_call(verb, keys, local=local, deadline=deadline)
+        return cast("Coroutine[Any, Any, list[bool]]", self._call(call))
 
     def get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, *, deadline: float = math.inf
@@ -305,9 +301,7 @@ class TierHandle:
 
         Args and errors: as in `lookup`. BudgetExceededError is raised if `allocate` found no free memory in time.
         """
-        now = asyncio.get_running_loop().time()
-        limit = min(now + self._timeout_s, deadline)
-        call = Call(Verb.GET_MANY, keys, allocate=allocate, deadline=limit, start=now)
+        call = self._new_call(Verb.GET_MANY, keys, allocate=allocate, deadline=deadline)
         return cast("Coroutine[Any, Any, list[ReadResult]]", self._call(call))
 
     async def put(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
@@ -315,7 +309,7 @@ class TierHandle:
 
         The tier has leases of its own of the records until the call has ended.
         """
-        call = Call(Verb.PUT_MANY, items=items, deadline=self._deadline())
+        call = self._new_call(Verb.PUT_MANY, items=items)
         try:
             return cast("list[TierError | None]", await self._call(call))
         except TierError as failure:
@@ -324,17 +318,17 @@ class TierHandle:
 
     async def remove(self, key: ChunkKey) -> bool:
         """Delete the chunk. Return whether it was stored; False if the tier does not support removal."""
-        (removed,) = await self._call(Call(Verb.REMOVE, (key,), deadline=self._deadline()))
+        (removed,) = await self._call(self._new_call(Verb.REMOVE, (key,)))
         return bool(removed)
 
     async def reject(self, key: ChunkKey, cause: str) -> bool:
         """Make a record that failed verification for `cause` unreadable. Return whether it was stored."""
-        (removed,) = await self._call(Call(Verb.REJECT, (key,), cause=cause, deadline=self._deadline()))
+        (removed,) = await self._call(self._new_call(Verb.REJECT, (key,), cause=cause))
         return bool(removed)
 
     async def clear(self) -> int:
         """Remove every chunk. Return the number of removed chunks. Only the deadline applies, no other layer."""
-        (removed,) = await self._call_clear(Call(Verb.CLEAR, deadline=self._deadline()))
+        (removed,) = await self._call_clear(self._new_call(Verb.CLEAR))
         return cast("int", removed)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> ScrubReport:
@@ -419,8 +413,11 @@ class TierHandle:
                 run = around
         return run
 
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._timeout_s
+    def _new_call(
+        self, verb: Verb, keys: Sequence[ChunkKey] = (), *, deadline: float = math.inf, **fields: Any
+    ) -> Call:
+        now = asyncio.get_running_loop().time()
+        return Call(verb, keys, deadline=min(now + self._timeout_s, deadline), start=now, **fields)
 
     def _call_layer(
         self, around: Next, check: Callable[[Call, object], Results] | None, call: Call
