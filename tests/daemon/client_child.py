@@ -32,7 +32,7 @@ async def hold(path: Path) -> None:
             assert got is not None
             connection = tier._opened.connection  # type: ignore[union-attr]
             reservation = RESERVATION.pack(key_of(2), buffer.nbytes)
-            [grant] = await tier._granted(connection, Op.RESERVE, reservation, 1)
+            [grant] = await tier._request_grants(connection, Op.RESERVE, reservation, 1)
             connection.mapping.target(grant)[:5000] = buffer.array[:5000]
         read, _ = os.pipe()
         child = os.fork()  # it inherits the connection and outlives this process
