@@ -5,13 +5,15 @@ Each `LMCacheEngine` runs an asynchronous engine on its own event loop thread.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack, cast
 
 import torch
@@ -138,7 +140,7 @@ class LMCacheEngine:
             ValueError: The value of an argument does not fit the tokens or the cache.
         """
         engine, rows, options = self._transfer("store", mask, kwargs)
-        self._wait(engine.store(_on_host(tokens), rows, **options))
+        self._wait(partial(engine.store, _on_host(tokens), rows, **options))
 
     def retrieve(
         self, tokens: TokenIds, mask: Mask | None = None, **kwargs: Unpack[RequestArguments]
@@ -150,7 +152,7 @@ class LMCacheEngine:
             consecutive, except that tokens with slot -1 are always False.
         """
         engine, rows, options = self._transfer("retrieve", mask, kwargs)
-        return self._wait(engine.retrieve(_on_host(tokens), rows, **options))
+        return self._wait(partial(engine.retrieve, _on_host(tokens), rows, **options))
 
     def lookup(
         self,
@@ -174,8 +176,9 @@ class LMCacheEngine:
         engine = self._ready(given.kv_caches)
         if engine is None:
             return 0
+        pinned_id = lookup_id if pin else None
         return self._wait(
-            engine.lookup(_on_host(tokens), namespace=given.namespace, lookup_id=lookup_id if pin else None)
+            partial(engine.lookup, _on_host(tokens), namespace=given.namespace, lookup_id=pinned_id)
         )
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
@@ -194,24 +197,24 @@ class LMCacheEngine:
         engine = self._ready(given.kv_caches)
         if engine is None:
             return 0
-        return self._wait(engine.prefetch(_on_host(tokens), namespace=given.namespace))
+        return self._wait(partial(engine.prefetch, _on_host(tokens), namespace=given.namespace))
 
     def clear(self, *, memory_only: bool = False) -> int:
         """Delete the chunks of all tiers, or of memory only; return their number."""
         engine = self._ready(None)
-        return 0 if engine is None else self._wait(engine.clear(memory_only=memory_only))
+        return 0 if engine is None else self._wait(partial(engine.clear, memory_only=memory_only))
 
     def statistics(self) -> EngineStatistics | None:
         """Return a snapshot of the statistics of the engine; None before it has opened."""
         engine = self._ready(None)
-        return None if engine is None else self._wait(_call(engine.statistics))
+        return None if engine is None else self._wait(partial(_call, engine.statistics))
 
     def metrics(self) -> list[Metric]:
         """Return the metric families of prometheus_client; empty before the engine has opened."""
         engine = self._ready(None)
         if engine is None:
             return []
-        return self._wait(_call(lambda: engine.metrics.read().families()))
+        return self._wait(partial(_call, lambda: engine.metrics.read().families()))
 
     def close(self) -> None:
         """Write queued records within the configured deadline, and free all resources. Persistent tiers keep their content.
@@ -314,46 +317,49 @@ class LMCacheEngine:
 
     def _open(self, kv_caches: Layers) -> None:
         layout = self.metadata.layout_of(kv_caches)
-        opened = self._exit.enter_async_context(
-            CacheEngine.open(
-                self.config, layout=layout, namespace=self.metadata.namespace_of(layout, self.config)
-            )
+        opened = CacheEngine.open(
+            self.config, layout=layout, namespace=self.metadata.namespace_of(layout, self.config)
         )
-        self._engine = self._wait(opened)
+        self._engine = self._wait(partial(self._exit.enter_async_context, opened))
         self._memory = _memory_of(kv_caches)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of the coroutine. If the wait is interrupted, the coroutine is cancelled and its end awaited.
+    def _wait(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make the call on the loop and return its result. If it is interrupted, it is cancelled and its end awaited.
 
         A running copy is awaited too, because it accesses memory that the caller may use again.
         """
+        task: asyncio.Task[Any] | None = None
         started, ended = threading.Event(), threading.Event()
 
         async def run() -> T:
+            nonlocal task
+            task = asyncio.current_task()
             started.set()
             try:
-                return await coroutine
+                return await call()
             finally:
+                task = None  # breaks the reference cycle of an error and this frame
                 ended.set()
 
+        async def cancel() -> None:
+            if task is not None:
+                task.cancel()
+
+        work = None
         try:
-            future = self._loop.submit(run())
-        except EngineClosedError:
-            coroutine.close()
-            raise
-        try:
-            return future.result()
+            work = run()
+            return self._loop.submit(work).result()
         except concurrent.futures.CancelledError as error:
             raise EngineClosedError(self._loop.closed or "the engine was closed during the call") from error
         except BaseException:
-            if future.cancel():
+            # The interrupt may come before the future of the submitted call is known here.
+            if not ended.is_set():
                 with contextlib.suppress(EngineClosedError, concurrent.futures.CancelledError, TimeoutError):
-                    # This call runs after the start of `run`, unless that was cancelled before.
-                    self._loop.submit(_call(bool)).result(INTERRUPT_S)
+                    self._loop.submit(cancel()).result(INTERRUPT_S)  # runs after the start of `run`
                     if started.is_set():
                         ended.wait(INTERRUPT_S)
-            if not started.is_set():
-                coroutine.close()
+            if work is not None and not started.is_set():
+                work.close()
             raise
 
 

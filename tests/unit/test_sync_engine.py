@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import re
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch
 from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
 from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
+from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
 from lmcache_async.testing.fakes import FaultyTier, installed
 from lmcache_async.testing.rig import Rig
@@ -475,6 +477,40 @@ def test_an_interrupted_call_returns_after_its_copy_has_ended(engine, paged, mon
     with pytest.raises(KeyboardInterrupt):
         engine.retrieve(TOKENS, slot_mapping=torch.arange(40))
     assert ended == [True]
+
+
+def test_an_interrupt_at_any_point_of_a_wait_ends_the_call(engine, paged):
+    """Also between the submission of the call and the wait for it."""
+    store(engine, paged)
+    traced = {LMCacheEngine._wait.__code__: "line", LoopThread.submit.__code__: "return"}
+    points = 0
+
+    def retrieve(interrupted_at):
+        nonlocal points
+        points = 0
+
+        def trace(frame, event, _):
+            nonlocal points
+            if frame.f_code not in traced:
+                return None
+            if event == traced[frame.f_code]:
+                points += 1
+                if points == interrupted_at:
+                    raise KeyboardInterrupt
+            return trace
+
+        former = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            engine.retrieve(TOKENS, slot_mapping=torch.arange(40))
+        finally:
+            sys.settrace(former)
+
+    retrieve(None)
+    for point in range(1, points + 1):
+        with pytest.raises(KeyboardInterrupt):
+            retrieve(point)
+        assert engine.statistics().running == 0, f"interrupted at point {point}"
 
 
 def test_calls_are_refused_at_once_while_the_engine_closes(paged, monkeypatch):
