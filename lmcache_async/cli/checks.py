@@ -17,7 +17,7 @@ import psutil
 from lmcache_async.cli.output import human
 from lmcache_async.config import EngineConfig, format_size
 from lmcache_async.memory import copies
-from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
+from lmcache_async.tiers.diagnosis import INSTALL_COMPILER, Check, fail, ok, warn
 
 PYTHON = ("3.11",)
 """Tested minor versions; the first is also the oldest supported one."""
@@ -92,8 +92,8 @@ def check_compiled() -> Check:
     name = "compiled module"
     if copies.compiled is not None:
         return ok(name, "lmcache_async.memory._rows is installed")
-    todo = "install a C compiler (gcc) and reinstall lmcache-async with pip's option --no-cache-dir"
-    return warn(name, "not installed: copies on the CPU use NumPy, at a third of the speed", todo)
+    found = "not installed" if copies.installed is None else "of another version"
+    return warn(name, f"{found}: copies on the CPU use NumPy, at a third of the speed", INSTALL_COMPILER)
 
 
 def _query_vllm(name: str, env: Mapping[str, str]) -> Check:

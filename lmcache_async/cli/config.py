@@ -78,7 +78,13 @@ def show_command(
         loaded = survey_config(file, extra=_parse_extra(extra))
     if loaded.problems:
         refuse("\n".join(loaded.problems), PROBLEM)
-    values = [one for one in config_values(loaded, Registry()) if not changed or one["source"] != DEFAULT]
+    values = [*config_values(loaded, Registry())]
+    if daemon and file is None:  # serve needs it as an option
+        values = [
+            format_value((one["key"],), "required", None) if one["key"] == "max_bytes" else one
+            for one in values
+        ]
+    values = [one for one in values if not changed or one["source"] != DEFAULT]
     if as_json:
         print_json({"values": values, "notes": loaded.notes})
         return

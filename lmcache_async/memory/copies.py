@@ -22,13 +22,14 @@ from lmcache_async.memory.threads import run_shielded
 INTERFACE = 4
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
-compiled: ModuleType | None
+installed: ModuleType | None = None
 try:
     from lmcache_async.memory import _rows
-
-    compiled = _rows if getattr(_rows, "INTERFACE", 0) == INTERFACE else None
 except ImportError:  # installed where there was no C compiler
-    compiled = None
+    pass
+else:
+    installed = _rows
+compiled = installed if getattr(installed, "INTERFACE", 0) == INTERFACE else None
 
 STREAM_BYTES = 4 << 20
 """Minimum bytes of a batch that may bypass the CPU caches. Smaller batches fit into the caches."""

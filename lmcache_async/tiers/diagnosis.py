@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+INSTALL_COMPILER = "install a C compiler (gcc) and reinstall lmcache-async with pip's option --no-cache-dir"
+"""What to do if a compiled module is missing or of another version."""
+
 
 class Outcome(StrEnum):
     """Severity of a check."""

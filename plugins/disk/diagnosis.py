@@ -16,7 +16,8 @@ import psutil  # of the extra cli, like doctor
 
 from lmcache_async.plugins.disk.config import DiskConfig
 from lmcache_async.plugins.disk.directory import RecordDirectory, detect_direct, lock_holder
-from lmcache_async.tiers.diagnosis import Check, fail, ok, warn
+from lmcache_async.plugins.disk.files import publish_file
+from lmcache_async.tiers.diagnosis import INSTALL_COMPILER, Check, fail, ok, warn
 
 _BLOCK_BYTES = 4 << 20
 _SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it
@@ -37,6 +38,9 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
     Args:
         sample_bytes: Size of the file that is written and read to measure the speed; None to measure nothing.
     """
+    if publish_file is None:
+        found = "not installed: records are written by several calls of Python each"
+        yield warn("compiled module", found, INSTALL_COMPILER)
     existing = config.root.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,10 +154,17 @@ def test_a_vllm_that_cannot_be_imported_fails(tmp_path):
     assert check.found == "vLLM cannot be imported: ImportError: no CUDA here"
 
 
-def test_a_missing_compiled_module_is_a_warning(monkeypatch):
+@pytest.mark.parametrize(
+    ("installed", "found"), [(None, "not installed"), (SimpleNamespace(INTERFACE=1), "of another version")]
+)
+def test_a_compiled_module_that_is_missing_or_of_another_version_is_a_warning(monkeypatch, installed, found):
+    monkeypatch.setattr(checks.copies, "installed", installed)
     monkeypatch.setattr(checks.copies, "compiled", None)
 
-    assert checks.check_compiled().todo.startswith("install a C compiler")
+    check = checks.check_compiled()
+
+    assert (check.outcome, check.found.partition(":")[0]) == (WARN, found)
+    assert check.todo.startswith("install a C compiler")
 
 
 def test_a_check_that_hangs_or_raises_fails():

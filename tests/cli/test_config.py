@@ -155,6 +155,13 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     assert invoke("config", "check", file, "--daemon").exit_code == 0
 
 
+def test_the_size_of_the_pool_has_no_default(invoke):
+    shown = shown_values(invoke("config", "show", "--daemon", "--json"))
+
+    assert shown["max_bytes"] == ("required", "default")
+    assert "max_bytes" not in invoke("config", "show", "--daemon", "--changed").stdout
+
+
 def test_an_option_of_the_daemon_without_effect_is_reported(invoke, tmp_path, caplog):
     file = tmp_path / "host.yaml"
     file.write_text("max_bytes: 2GiB\nsegment_bytes: 1MiB\n")

@@ -30,6 +30,19 @@ def contents(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
+@pytest.mark.parametrize("publish_file", [None, lambda *_: (0, True)])
+def test_a_missing_compiled_module_is_a_warning(tmp_path, monkeypatch, publish_file):
+    monkeypatch.setattr(diagnosis, "publish_file", publish_file, raising=False)
+
+    check = diagnosed(tmp_path).get("compiled module")
+
+    if publish_file is None:
+        assert check is not None
+        assert (check.outcome, check.found.partition(":")[0]) == (Outcome.WARN, "not installed")
+    else:
+        assert check is None
+
+
 def test_a_directory_is_checked_and_not_changed(tmp_path):
     (tmp_path / "ab").mkdir()
     (tmp_path / "ab" / ("ab" * 16)).write_bytes(bytes(5_000_000))
@@ -39,7 +52,14 @@ def test_a_directory_is_checked_and_not_changed(tmp_path):
 
     assert contents(tmp_path) == before
     assert {check.outcome for check in checks.values()} <= {Outcome.OK, Outcome.WARN}
-    assert set(checks) == {"file system", "room", "owner", "writable", "direct I/O", "speed"}
+    assert set(checks) - {"compiled module"} == {
+        "file system",
+        "room",
+        "owner",
+        "writable",
+        "direct I/O",
+        "speed",
+    }
     assert "0.0 GB are records" in checks["room"].found
     assert "MB/s written" in checks["speed"].found
 
