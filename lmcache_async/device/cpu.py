@@ -12,17 +12,9 @@ from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
-from lmcache_async.device.rows import (
-    MIN_DIGEST_BYTES,
-    RowPiece,
-    can_digest,
-    compiled_pieces,
-    copy_rows,
-    gather_with_digest,
-    group_planes,
-)
+from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, copy_rows, group_planes
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, compiled
+from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, Rows, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
 PART_BYTES = 16 << 20
@@ -117,8 +109,8 @@ class CpuCopier:
         parts = cut(self._table, [len(job.rows) for job in jobs], max_bytes=share)
         stream = total >= STREAM_BYTES
         if (queue := self._threads.queue) is not None:
-            pieces = [piece for part in parts for piece in self._pieces(jobs, part)]
-            await queue.copy(compiled_pieces(pieces), to_payload=to_host, stream=stream)
+            rows = [piece for part in parts for piece in self._rows(jobs, part)]
+            await queue.copy(rows, to_payload=to_host, stream=stream)
             return
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
         await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
@@ -127,11 +119,12 @@ class CpuCopier:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
         total = sum(job.payload.nbytes for job in jobs)
         count = min(len(jobs), self._threads.num, max(total // MIN_THREAD_BYTES, 1))
-        shares = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
-        stream = total >= STREAM_BYTES
+        payloads = whole_planes(self._table, [len(job.rows) for job in jobs], (0, self.layout.num_planes))
+        shares = [payloads[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
+        copy = functools.partial(self._copy, jobs, to_host=True, stream=total >= STREAM_BYTES, digest=True)
 
-        def gather(share: Sequence[CheckedJob]) -> list[bytes]:
-            return [gather_with_digest(self._groups, job, stream=stream) for job in share]
+        def gather(share: Sequence[Piece]) -> list[bytes]:
+            return [digest for payload in share if (digest := copy([payload])) is not None]
 
         digests = await in_threads(self._threads.pool, [functools.partial(gather, share) for share in shares])
         return [digest for each in digests for digest in each]
@@ -177,18 +170,26 @@ class CpuCopier:
             queue.work()
 
     def _copy(
-        self, jobs: Sequence[CheckedJob], part: Sequence[Piece], *, to_host: bool, stream: bool
-    ) -> None:
-        copy_rows(self._pieces(jobs, part), to_host=to_host, stream=stream)
+        self,
+        jobs: Sequence[CheckedJob],
+        part: Sequence[Piece],
+        *,
+        to_host: bool,
+        stream: bool,
+        digest: bool = False,
+    ) -> bytes | None:
+        return copy_rows(self._rows(jobs, part), to_payload=to_host, stream=stream, digest=digest)
 
-    def _pieces(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[RowPiece]:
-        pieces: list[RowPiece] = []
+    def _rows(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Rows]:
+        """Return the rows of a part, one entry for each group of planes in each piece."""
+        rows: list[Rows] = []
         for piece in part:
             job = jobs[piece.job]
             for index, where, offset in locate_by_group(self._groups, job.rows, piece):
                 group, start = self._groups[index], piece.offset + offset
-                pieces.append((group, where, job.payload[start : start + len(where) * group.row_bytes]))
-        return pieces
+                size = group.row_bytes
+                rows.append((group.memory, where, job.payload[start : start + len(where) * size], size))
+        return rows
 
 
 def _closed() -> EngineClosedError:

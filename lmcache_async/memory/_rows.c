@@ -1,26 +1,20 @@
 /* Copies between rows of a paged KV cache and consecutive rows of a payload, without the GIL.
  *
- *     copy(memory, starts, payload, row_bytes, to_payload, stream, digest=None)
- *     copy_all(pieces, to_payload, stream)
+ *     copy(pieces, to_payload, stream, digest=False) -> bytes or None
  *     open_queue(event) -> queue
  *     submit(queue, pieces, to_payload, stream) -> number
  *     withdraw(queue, number) -> bool
  *     run(queue)
  *     finished(queue) -> list[number]
  *     close_queue(queue)
- *     start_digest(num_bytes) -> bytearray
- *     finish_digest(digest) -> bytes
  *
+ * pieces      list of tuples (memory, starts, payload, row_bytes), which are copied one after the other
  * memory      bytes, contiguous; written unless to_payload
  * starts      int64, contiguous: byte offset of each row in memory; rows with a negative offset are skipped
  * payload     len(starts) * row_bytes bytes, contiguous; written if to_payload
  * stream      bypass the CPU caches (non-temporal stores)
- * digest      updated with the copied bytes; created by start_digest for the total bytes of all calls that
- *             share it, at least 256. The row size must then be a multiple of 64 bytes, and no row may be
- *             skipped. finish_digest returns the xxh3_128 of all bytes in the order of the copies.
- *
- * copy_all makes several copies without taking the GIL in between. pieces is a list of tuples (memory, starts,
- * payload, row_bytes).
+ * digest      return the xxh3_128 of the bytes of all payloads, at least 256, in their order. The row sizes must then
+ *             be multiples of 64 bytes, and no row may be skipped.
  *
  * A queue has batches of copies, which threads make that are in `run`, without the GIL and in the order of submission.
  * When a batch has ended, 1 is added to the eventfd `event`, and `finished` returns its number and releases its buffers.
@@ -44,7 +38,7 @@
 
 #include "_xxh3.h"
 
-#define INTERFACE 4 /* increment with each change of the Python interface; also in copies.py */
+#define INTERFACE 5 /* increment with each change of the Python interface; also in copies.py */
 
 #define LINE 64
 #define AHEAD 1024 /* prefetch distance in bytes */
@@ -163,38 +157,6 @@ check(const Py_buffer *memory, const Py_buffer *starts, const Py_buffer *payload
     return 0;
 }
 
-/* Read a digest from a buffer of start_digest; return -1 with an error set if the buffer is invalid. */
-static int
-read_digest(const Py_buffer *state, Digest *digest)
-{
-    if (state->len == sizeof *digest)
-        memcpy(digest, state->buf, sizeof *digest);
-    if (state->len != sizeof *digest || digest->done > digest->total) {
-        PyErr_SetString(PyExc_ValueError, "expected a digest of start_digest");
-        return -1;
-    }
-    return 0;
-}
-
-static int
-check_digest(const Digest *digest, const Py_buffer *starts, const Py_buffer *payload, Py_ssize_t size)
-{
-    const int64_t *places = starts->buf;
-    uint64_t left = (digest->total - digest->done) * STRIPE;
-    if (size % STRIPE != 0 || (uint64_t)payload->len > left) {
-        PyErr_Format(PyExc_ValueError, "a digest with %llu bytes left cannot include %zd bytes in rows of %zd",
-                     (unsigned long long)left, payload->len, size);
-        return -1;
-    }
-    for (Py_ssize_t row = 0; row < starts->len / (Py_ssize_t)sizeof(int64_t); row++) {
-        if (places[row] < 0) {
-            PyErr_Format(PyExc_ValueError, "row %zd is skipped, but a digest must include all rows", row);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* The buffers and the row size of one copy. */
 typedef struct {
     Py_buffer memory, starts, payload;
@@ -233,45 +195,6 @@ copy_piece(const Piece *piece, int to_payload, int stream, Digest *digest)
               piece->starts.len / (Py_ssize_t)sizeof(int64_t), piece->size, to_payload, stream, digest);
 }
 
-static int
-copy_digested(const Piece *piece, int to_payload, int stream, Py_buffer *state)
-{
-    Digest digest;
-    if (read_digest(state, &digest) < 0 || check_digest(&digest, &piece->starts, &piece->payload, piece->size) < 0)
-        return -1;
-    Py_BEGIN_ALLOW_THREADS
-    copy_piece(piece, to_payload, stream, &digest);
-    Py_END_ALLOW_THREADS
-    memcpy(state->buf, &digest, sizeof digest);
-    return 0;
-}
-
-static PyObject *
-rows_copy(PyObject *module, PyObject *arguments)
-{
-    PyObject *memory, *starts, *payload, *digest = Py_None;
-    Py_buffer state;
-    Piece piece;
-    int to_payload, stream, error = -1;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOOnpp|O:copy", &memory, &starts, &payload, &piece.size, &to_payload,
-                          &stream, &digest))
-        return NULL;
-    if (open_piece(&piece, memory, starts, payload, to_payload) < 0)
-        return NULL;
-    if (digest == Py_None) {
-        Py_BEGIN_ALLOW_THREADS
-        copy_piece(&piece, to_payload, stream, NULL);
-        Py_END_ALLOW_THREADS
-        error = 0;
-    } else if (PyObject_GetBuffer(digest, &state, PyBUF_WRITABLE) == 0) {
-        error = copy_digested(&piece, to_payload, stream, &state);
-        PyBuffer_Release(&state);
-    }
-    close_piece(&piece);
-    return error < 0 ? NULL : Py_NewRef(Py_None);
-}
-
 /* Open the piece of a tuple (memory, starts, payload, row_bytes). */
 static int
 open_tuple(Piece *piece, PyObject *tuple, int to_payload)
@@ -281,7 +204,7 @@ open_tuple(Piece *piece, PyObject *tuple, int to_payload)
         PyErr_SetString(PyExc_TypeError, "a piece is a tuple (memory, starts, payload, row_bytes)");
         return -1;
     }
-    if (!PyArg_ParseTuple(tuple, "OOOn:copy_all", &memory, &starts, &payload, &piece->size))
+    if (!PyArg_ParseTuple(tuple, "OOOn:copy", &memory, &starts, &payload, &piece->size))
         return -1;
     return open_piece(piece, memory, starts, payload, to_payload);
 }
@@ -322,24 +245,59 @@ open_pieces(PyObject *list, Py_ssize_t *count, int to_payload)
     return NULL;
 }
 
-static PyObject *
-rows_copy_all(PyObject *module, PyObject *arguments)
+/* Start a digest of the payloads of all pieces; return -1 with an error set if it cannot include one of them. */
+static int
+start_digest(Digest *digest, const Piece *pieces, Py_ssize_t count)
 {
-    PyObject *list;
+    uint64_t num_bytes = 0;
+    for (const Piece *piece = pieces; piece < pieces + count; piece++) {
+        const int64_t *places = piece->starts.buf;
+        if (piece->size % STRIPE != 0) {
+            PyErr_Format(PyExc_ValueError, "a digest cannot include rows of %zd bytes", piece->size);
+            return -1;
+        }
+        for (Py_ssize_t row = 0; row < piece->starts.len / (Py_ssize_t)sizeof(int64_t); row++) {
+            if (places[row] < 0) {
+                PyErr_Format(PyExc_ValueError, "row %zd is skipped, but a digest must include all rows", row);
+                return -1;
+            }
+        }
+        num_bytes += (uint64_t)piece->payload.len;
+    }
+    if (num_bytes < MIN_DIGEST_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a digest must include at least %d bytes, not %llu", MIN_DIGEST_BYTES,
+                     (unsigned long long)num_bytes);
+        return -1;
+    }
+    digest_start(digest, num_bytes);
+    return 0;
+}
+
+static PyObject *
+rows_copy(PyObject *module, PyObject *arguments)
+{
+    PyObject *list, *result = NULL;
     Py_ssize_t count;
-    int to_payload, stream;
+    int to_payload, stream, digests = 0;
+    Digest digest;
+    uint8_t value[16];
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!pp:copy_all", &PyList_Type, &list, &to_payload, &stream))
+    if (!PyArg_ParseTuple(arguments, "O!pp|p:copy", &PyList_Type, &list, &to_payload, &stream, &digests))
         return NULL;
     Piece *pieces = open_pieces(list, &count, to_payload);
     if (pieces == NULL)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t at = 0; at < count; at++)
-        copy_piece(&pieces[at], to_payload, stream, NULL);
-    Py_END_ALLOW_THREADS
+    if (!digests || start_digest(&digest, pieces, count) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t at = 0; at < count; at++)
+            copy_piece(&pieces[at], to_payload, stream, digests ? &digest : NULL);
+        if (digests)
+            digest_finish(&digest, value);
+        Py_END_ALLOW_THREADS
+        result = digests ? PyBytes_FromStringAndSize((const char *)value, sizeof value) : Py_NewRef(Py_None);
+    }
     close_pieces(pieces, count);
-    return Py_NewRef(Py_None);
+    return result;
 }
 
 /* A batch of copies in a queue. Its pieces are taken in order, each by one thread. */
@@ -567,56 +525,14 @@ rows_close_queue(PyObject *module, PyObject *capsule)
     return Py_NewRef(Py_None);
 }
 
-static PyObject *
-rows_start_digest(PyObject *module, PyObject *argument)
-{
-    Digest digest;
-    Py_ssize_t num_bytes = PyLong_AsSsize_t(argument);
-    (void)module;
-    if (num_bytes == -1 && PyErr_Occurred())
-        return NULL;
-    if (num_bytes < MIN_DIGEST_BYTES || num_bytes % STRIPE != 0) {
-        PyErr_Format(PyExc_ValueError, "a digest must cover a multiple of %d bytes, at least %d, not %zd", STRIPE,
-                     MIN_DIGEST_BYTES, num_bytes);
-        return NULL;
-    }
-    digest_start(&digest, (uint64_t)num_bytes);
-    return PyByteArray_FromStringAndSize((const char *)&digest, sizeof digest);
-}
-
-static PyObject *
-rows_finish_digest(PyObject *module, PyObject *argument)
-{
-    Digest digest;
-    Py_buffer state;
-    uint8_t result[16];
-    (void)module;
-    if (PyObject_GetBuffer(argument, &state, PyBUF_SIMPLE) < 0)
-        return NULL;
-    int error = read_digest(&state, &digest);
-    PyBuffer_Release(&state);
-    if (error < 0)
-        return NULL;
-    if (digest.done != digest.total) {
-        PyErr_Format(PyExc_ValueError, "the digest is incomplete: %llu bytes are missing",
-                     (unsigned long long)((digest.total - digest.done) * STRIPE));
-        return NULL;
-    }
-    digest_finish(&digest, result);
-    return PyBytes_FromStringAndSize((const char *)result, sizeof result);
-}
-
 static PyMethodDef methods[] = {
-    {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and a payload; see _rows.c."},
-    {"copy_all", rows_copy_all, METH_VARARGS, "Copy the rows of several pieces; see _rows.c."},
+    {"copy", rows_copy, METH_VARARGS, "Copy rows between a cache and payloads; see _rows.c."},
     {"open_queue", rows_open_queue, METH_O, "Return a queue of copies; see _rows.c."},
     {"submit", rows_submit, METH_VARARGS, "Add copies to a queue; see _rows.c."},
     {"withdraw", rows_withdraw, METH_VARARGS, "Leave out copies that no thread has begun; see _rows.c."},
     {"run", rows_run, METH_O, "Copy until the queue is closed and empty; see _rows.c."},
     {"finished", rows_finished, METH_O, "Return the numbers of finished batches, once; see _rows.c."},
     {"close_queue", rows_close_queue, METH_O, "Let the threads of a queue end; see _rows.c."},
-    {"start_digest", rows_start_digest, METH_O, "Start a digest of this number of bytes; see _rows.c."},
-    {"finish_digest", rows_finish_digest, METH_O, "Return the xxh3_128 of the copied bytes; see _rows.c."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,7 +19,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.threads import run_shielded
 
-INTERFACE = 4
+INTERFACE = 5
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
 installed: ModuleType | None = None
@@ -88,7 +88,7 @@ def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
     if compiled is None:
         np.copyto(target, source)
     elif len(target):
-        compiled.copy(source, _START, target, len(target), True, stream)
+        compiled.copy([(source, _START, target, len(target))], True, stream)
 
 
 Rows: TypeAlias = "tuple[Bytes, npt.NDArray[np.int64], Bytes, int]"

@@ -110,7 +110,6 @@ def test_gather_then_scatter_moves_the_rows_and_no_other_byte(data, form):
         patch.setattr(row_copies, "LARGE_ROW_BYTES", data.draw(st.sampled_from((1, 64, 1 << 20))))
         patch.setattr(row_copies, "LONG_RUN_BYTES", data.draw(st.sampled_from((1, 256, 1 << 20))))
         patch.setattr(row_copies, "STEP_BYTES", data.draw(st.sampled_from((1, 1 << 20))))
-        patch.setattr(row_copies, "UNLOCKED_ITEMS", data.draw(st.sampled_from((1, 1 << 20))))
         asyncio.run(
             transfer(
                 source,

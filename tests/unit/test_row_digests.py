@@ -40,15 +40,16 @@ def test_a_digest_equals_that_of_the_library_for_the_copied_bytes(
 ):
     memory, payload = noise(12 * row + shift)[shift:], noise(12 * row + shift, 1)[shift:]
     starts = np.array(order, np.int64) * row
-    digest = module.start_digest(payload.nbytes)
-
     edges = [0, *sorted(cuts), 12]
-    for low, high in itertools.pairwise(edges):
-        part = payload[low * row : high * row]
-        module.copy(memory, starts[low:high], part, row, to_payload, stream, digest)
+    pieces = [
+        (memory, starts[low:high], payload[low * row : high * row], row)
+        for low, high in itertools.pairwise(edges)
+    ]
+
+    digest = module.copy(pieces, to_payload, stream, True)
 
     assert np.array_equal(memory.reshape(12, row)[order], payload.reshape(12, row))
-    assert module.finish_digest(digest) == xxhash.xxh3_128_digest(payload)
+    assert digest == xxhash.xxh3_128_digest(payload)
 
 
 @needs_module
@@ -56,49 +57,31 @@ def test_a_digest_equals_that_of_the_library_for_the_copied_bytes(
 def test_every_number_of_units_is_right_also_at_the_ends_of_blocks(module, units):
     memory = noise(units * UNIT, units)
     payload = np.empty_like(memory)
-    digest = module.start_digest(memory.nbytes)
-    module.copy(memory, np.arange(units) * UNIT, payload, UNIT, True, False, digest)
 
-    assert module.finish_digest(digest) == xxhash.xxh3_128_digest(memory)
+    digest = module.copy([(memory, np.arange(units) * UNIT, payload, UNIT)], True, False, True)
 
-
-@needs_module
-@pytest.mark.parametrize("size", [-64, 0, 64, 192, 257, 300])
-def test_a_digest_of_another_length_is_refused(module, size):
-    with pytest.raises(ValueError, match=f"a multiple of 64 bytes, at least 256, not {size}"):
-        module.start_digest(size)
+    assert digest == xxhash.xxh3_128_digest(memory)
 
 
 @needs_module
-def test_rows_unsupported_by_digests_are_not_copied(module):
+@pytest.mark.parametrize(
+    ("starts", "size", "message"),
+    [
+        ([0], 320 - 1, "cannot include rows of 319 bytes"),
+        ([0], 32, "cannot include rows of 32 bytes"),
+        ([0, -1, 0, 0], 64, "row 1 is skipped"),
+        ([0], 192, "at least 256 bytes, not 192"),
+        ([], 64, "at least 256 bytes, not 0"),
+    ],
+)
+def test_rows_unsupported_by_digests_are_not_copied(module, starts, size, message):
     memory, payload = noise(1024), np.zeros(1024, np.uint8)
+    piece = (memory, np.array(starts, np.int64), payload[: len(starts) * size], size)
 
-    def copy(starts, size, digest):
-        some = np.array(starts, np.int64)
-        module.copy(memory, some, payload[: len(some) * size], size, True, False, digest)
+    with pytest.raises(ValueError, match=message):
+        module.copy([piece], True, False, True)
 
-    with pytest.raises(ValueError, match="256 bytes left cannot include 320"):
-        copy([0], 320, module.start_digest(256))
-    with pytest.raises(ValueError, match="cannot include 32 bytes in rows of 32"):
-        copy([0], 32, module.start_digest(256))
-    with pytest.raises(ValueError, match="row 1 is skipped"):
-        copy([0, -1], 64, module.start_digest(256))
-    for none in (bytearray(), bytearray(79), bytearray(72 * b"\xff" + bytes(8))):
-        with pytest.raises(ValueError, match="expected a digest"):
-            copy([0], 64, none)
     assert not payload.any()
-
-
-@needs_module
-def test_a_digest_of_incomplete_data_is_none(module):
-    memory = noise(256)
-    digest = module.start_digest(256)
-    module.copy(memory, np.zeros(1, np.int64), np.empty(192, np.uint8), 192, True, False, digest)
-
-    with pytest.raises(ValueError, match="64 bytes are missing"):
-        module.finish_digest(digest)
-    with pytest.raises(ValueError, match="expected a digest"):
-        module.finish_digest(bytearray(79))
 
 
 def gather(form, chunks, *, threads=2, digest=True):

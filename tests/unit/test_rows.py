@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device import rows
-from lmcache_async.device.planes import Plane, Rows
 from lmcache_async.memory.copies import compiled
 
 COMPILED = [] if compiled is None else [compiled]
 needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
-needs_copy_all = pytest.mark.parametrize("copy_all", [way.copy_all for way in COMPILED])
 HAS_COMPILER = bool(shutil.which("cc") and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists())
 
 
@@ -57,7 +55,7 @@ def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, s
         elif start >= 0:
             expected_memory[place] = payload[part]
 
-    copy(memory, starts, payload, size, to_payload, stream)
+    copy([(memory, starts, payload, size)], to_payload, stream)
 
     assert np.array_equal(memory, expected_memory)
     assert np.array_equal(payload, expected_payload)
@@ -82,7 +80,7 @@ def test_jobs_that_do_not_fit_move_nothing(copy, starts, payload_bytes, size, me
     before = memory.copy(), payload.copy()
 
     with pytest.raises(ValueError, match=message):
-        copy(memory, np.array(starts, np.int64), payload, size, to_payload, False)
+        copy([(memory, np.array(starts, np.int64), payload, size)], to_payload, False)
 
     assert np.array_equal(memory, before[0])
     assert np.array_equal(payload, before[1])
@@ -91,7 +89,7 @@ def test_jobs_that_do_not_fit_move_nothing(copy, starts, payload_bytes, size, me
 @needs_module
 def test_row_starts_of_the_wrong_item_size_are_refused(copy):
     with pytest.raises(ValueError, match="items of 4 bytes, not 8"):
-        copy(noise(100, 1), np.array([0], np.int32), noise(8, 2), 8, False, False)
+        copy([(noise(100, 1), np.array([0], np.int32), noise(8, 2), 8)], False, False)
 
 
 @needs_module
@@ -99,14 +97,14 @@ def test_only_the_target_of_a_copy_must_be_writable(copy):
     starts, fixed = np.array([0], np.int64), noise(8, 2)
     fixed.flags.writeable = False
 
-    copy(noise(100, 1), starts, fixed, 8, False, False)
-    copy(fixed, starts, noise(8, 1), 8, True, False)
+    copy([(noise(100, 1), starts, fixed, 8)], False, False)
+    copy([(fixed, starts, noise(8, 1), 8)], True, False)
     with pytest.raises((ValueError, BufferError)):
-        copy(noise(100, 1), starts, fixed, 8, True, False)
+        copy([(noise(100, 1), starts, fixed, 8)], True, False)
     with pytest.raises((ValueError, BufferError)):
-        copy(fixed, starts, noise(8, 1), 8, False, False)
+        copy([(fixed, starts, noise(8, 1), 8)], False, False)
     with pytest.raises((ValueError, BufferError)):
-        copy(noise(200, 1)[::2], starts, noise(8, 1), 8, False, False)
+        copy([(noise(200, 1)[::2], starts, noise(8, 1), 8)], False, False)
 
 
 @needs_module
@@ -128,7 +126,7 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
         during = 0
         for _ in range(2000):  # it may take several before the other thread gets a core
             before = turns[0]
-            copy(memory, starts, payload, 64 << 10, False, True)
+            copy([(memory, starts, payload, 64 << 10)], False, True)
             during = turns[0] - before
             if during:
                 break
@@ -141,13 +139,13 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
     assert np.array_equal(memory, payload)
 
 
-@needs_copy_all
+@needs_module
 @given(
     sizes=st.lists(st.sampled_from([1, 64, 1024, 20000]), max_size=4),
     stream=st.booleans(),
     to_payload=st.booleans(),
 )
-def test_several_pieces_are_copied_in_one_call(copy_all, sizes, stream, to_payload):
+def test_several_pieces_are_copied_in_one_call(copy, sizes, stream, to_payload):
     memory = noise(3 * sum(sizes), 1)
     payloads = [noise(2 * size, seed) for seed, size in enumerate(sizes, 2)]
     edges = np.cumsum([0, *sizes]) * 3
@@ -163,36 +161,36 @@ def test_several_pieces_are_copied_in_one_call(copy_all, sizes, stream, to_paylo
                 expected_memory[here] = payload[part]
 
     pieces = [(memory, *each) for each in zip(starts, payloads, sizes, strict=True)]
-    copy_all(pieces, to_payload, stream)
+    copy(pieces, to_payload, stream)
 
     assert np.array_equal(memory, expected_memory)
     assert all(map(np.array_equal, payloads, expected_payloads))
     references = sys.getrefcount(memory)
-    copy_all(pieces, to_payload, stream)
+    copy(pieces, to_payload, stream)
     assert sys.getrefcount(memory) == references
 
 
-@needs_copy_all
-def test_one_piece_that_does_not_fit_stops_all(copy_all):
+@needs_module
+def test_one_piece_that_does_not_fit_stops_all(copy):
     memory, payload = noise(100, 1), np.zeros(8, np.uint8)
     good = (memory, np.zeros(1, np.int64), payload, 8)
     references = sys.getrefcount(memory)
 
     with pytest.raises(ValueError, match="row 0, at 93, ends beyond the 100 bytes of memory"):
-        copy_all([good, (memory, np.array([93]), np.zeros(8, np.uint8), 8)], True, False)
+        copy([good, (memory, np.array([93]), np.zeros(8, np.uint8), 8)], True, False)
     with pytest.raises(TypeError, match="a piece is a tuple"):
-        copy_all([good, list(good)], True, False)
+        copy([good, list(good)], True, False)
     with pytest.raises(TypeError, match="takes exactly 4 arguments"):
-        copy_all([good, good[:3]], True, False)
+        copy([good, good[:3]], True, False)
     with pytest.raises(TypeError, match="must be list"):
-        copy_all((good,), True, False)
+        copy((good,), True, False)
 
     assert not payload.any()
     assert sys.getrefcount(memory) == references
 
 
-@needs_copy_all
-def test_a_list_that_changes_during_the_call_is_refused(copy_all):
+@needs_module
+def test_a_list_that_changes_during_the_call_is_refused(copy):
     """The `__index__` of a row size runs Python code while the pieces are read."""
 
     class Shortens:
@@ -205,21 +203,24 @@ def test_a_list_that_changes_during_the_call_is_refused(copy_all):
     pieces = [(*rest, Shortens()), (*rest, 8)]
 
     with pytest.raises(RuntimeError, match="changed during the call"):
-        copy_all(pieces, True, False)
+        copy(pieces, True, False)
     assert not payload.any()
 
 
-@pytest.mark.parametrize("to_host", [False, True])
-def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatch, to_host):
+@pytest.mark.parametrize("to_payload", [False, True])
+def test_without_the_module_long_runs_of_small_rows_are_copied_as_one(monkeypatch, to_payload):
     monkeypatch.setattr(rows, "compiled", None)
-    size = 4096
+    size, calls = 4096, []
     per_run = rows.LONG_RUN_BYTES // size
     memory, payload = noise(4 * rows.LONG_RUN_BYTES, 1), noise(2 * rows.LONG_RUN_BYTES, 2)
-    group = rows.RowGroup(memory, [Plane(0, 0, size, Rows(size))], 0)
-    monkeypatch.setattr(group, "_copy_small", lambda *_, **__: pytest.fail("copied row by row"))
+    copyto = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda *arrays: calls.append(copyto(*arrays)))
     second, first = np.arange(per_run) * size, (np.arange(per_run) + 2 * per_run) * size
 
-    group.copy(np.concatenate((first, second)), payload, to_host=to_host)
+    rows.copy_rows(
+        [(memory, np.concatenate((first, second)), payload, size)], to_payload=to_payload, stream=False
+    )
 
     runs = np.concatenate([memory[each[0] : each[-1] + size] for each in (first, second)])
     assert np.array_equal(payload, runs)
+    assert len(calls) == 2
