@@ -31,7 +31,8 @@ import torch
 from lmcache_async.device.copier import CheckedJob, CopyJob, DeviceEvent, Fence, Payload, check_jobs
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, open_mover
-from lmcache_async.device.plan import Int64s, Piece, PlaneTable, cut, segments
+from lmcache_async.device.plan import Piece, PlaneTable, cut, segments
+from lmcache_async.device.planes import Int64s
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.region import cuda_thread

@@ -14,8 +14,8 @@ import torch
 
 from lmcache_async.device.copier import CheckedJob
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.plan import Int64s, Piece, PlaneGroup, PlaneTable, locate_by_group, segments, split
-from lmcache_async.device.planes import Plane
+from lmcache_async.device.plan import Piece, PlaneGroup, PlaneTable, locate_by_group, segments, split
+from lmcache_async.device.planes import Int64s, Plane
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,13 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.planes import Plane
+from lmcache_async.device.planes import Int64s, Plane
 from lmcache_async.types import BlockIds
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
-
 
 UNBOUNDED = 1 << 62
 

@@ -79,9 +79,9 @@ def build(
     groups: Sequence[EngineGroup],
     logger: LimitedLogger,
     registry: Registry,
-    watcher: Watcher | None = None,
+    watcher: Watcher | None,
     *,
-    replica: int = 0,
+    replica: int,
 ) -> Parts:
     """Build the parts. The arena and the copiers are allocated; the tiers are not opened yet.
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -120,12 +120,6 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # the thread has ended meanwhile
             self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -15,7 +15,6 @@ class BudgetStatistics:
 
     max_bytes: int  # the whole budget, or the lower value of `limit`
     used_bytes: int
-    peak_bytes: int  # maximum of `used_bytes` so far
     waiting: int
     waited: int
     refused: int  # with BudgetExceededError
@@ -33,7 +32,6 @@ class ByteBudget:
         self.max_bytes = max_bytes
         self._limit = max_bytes
         self._used = 0
-        self._peak = 0
         self._waited = 0
         self._refused = 0
         # Not a deque: a waiter that times out is removed from the middle in O(1).
@@ -53,7 +51,7 @@ class ByteBudget:
         _check(nbytes)
         if self._waiters or not self._fits(nbytes):
             return False
-        self._add(nbytes)
+        self._used += nbytes
         return True
 
     async def reserve(self, nbytes: int, *, timeout_s: float) -> None:
@@ -104,7 +102,6 @@ class ByteBudget:
         return BudgetStatistics(
             max_bytes=self._limit,
             used_bytes=self._used,
-            peak_bytes=self._peak,
             waiting=len(self._waiters),
             waited=self._waited,
             refused=self._refused,
@@ -113,10 +110,6 @@ class ByteBudget:
     def _fits(self, nbytes: int) -> bool:
         return self._used + nbytes <= (self._limit if self._used else self.max_bytes)
 
-    def _add(self, nbytes: int) -> None:
-        self._used += nbytes
-        self._peak = max(self._peak, self._used)
-
     def _serve(self) -> None:
         while self._waiters:
             granted, nbytes = next(iter(self._waiters.items()))
@@ -124,7 +117,7 @@ class ByteBudget:
                 if not self._fits(nbytes):
                     return
                 # Counted here and not by the waiter, so that no other call takes the bytes before it runs.
-                self._add(nbytes)
+                self._used += nbytes
                 granted.set_result(True)
             del self._waiters[granted]
 

@@ -7,6 +7,7 @@ caller's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +60,7 @@ def test_an_engine_on_the_callers_loop_outlives_a_misbehaving_tier_without_layer
 
 
 def _run_on_a_loop_thread(case: _Case) -> None:
-    with LoopThread("border") as thread:
+    with contextlib.closing(LoopThread("border")) as thread:
         thread.submit(case.attack()).result(DEADLINE_S)
         thread.submit(case.serves_the_rest()).result(DEADLINE_S)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import threading
 
@@ -93,7 +94,7 @@ def test_functions_are_called_on_the_loops_thread_in_order(loop):
 
 def test_closing_cancels_running_tasks_and_waits_for_their_clean_up():
     parked = Parked()
-    with LoopThread() as loop:
+    with contextlib.closing(LoopThread()) as loop:
         future = loop.submit(parked.run())
         parked.started.wait(LONG_S)
 

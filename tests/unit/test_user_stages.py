@@ -1,6 +1,7 @@
 """Stages are plug-ins: one that misbehaves fails its request, and the engine continues."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -122,7 +123,7 @@ def test_a_stage_that_fails_or_returns_nothing_fails_the_request_and_not_the_loo
             assert (await engine.retrieve(TOKENS, SLOTS)).all()
             assert leased(engine) == 0
 
-    with LoopThread("stages") as thread:
+    with contextlib.closing(LoopThread("stages")) as thread:
         thread.submit(check()).result(60)
     asyncio.run(check())
 

@@ -28,7 +28,8 @@ from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, DeviceEvent
 from lmcache_async.device.cuda import CudaCopier, LaneStatistics, Streams, open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, Step
-from lmcache_async.device.plan import Int64s, Piece
+from lmcache_async.device.plan import Piece
+from lmcache_async.device.planes import Int64s
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.engine import builder
 from lmcache_async.testing.caches import VLLM_ORDERS, CacheForm, PagedCache
