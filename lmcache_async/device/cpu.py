@@ -10,9 +10,17 @@ from collections.abc import Iterable, Sequence
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.plan import Piece, PlaneTable, cut, locate_by_group, plane_steps, whole_planes
+from lmcache_async.device.plan import (
+    Piece,
+    PlaneTable,
+    cut,
+    group_planes,
+    locate_by_group,
+    plane_steps,
+    whole_planes,
+)
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
-from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, copy_rows, group_planes
+from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, copy_rows
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, Rows, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
@@ -63,7 +71,9 @@ class CpuCopier:
         self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - KEPT_CORES))
         self._table = PlaneTable(layout.planes)
         self._groups = group_planes(layout)
-        self._can_digest = can_digest(self._groups)
+        storages = [storage.numpy() for storage in layout.storages]
+        self._memories = [(storages[group.storage], group.row_bytes) for group in self._groups]
+        self._can_digest = can_digest(layout)
         self._largest = max(plane.row_bytes for plane in layout.planes)
         self._closed = False
 
@@ -185,10 +195,9 @@ class CpuCopier:
         rows: list[Rows] = []
         for piece in part:
             job = jobs[piece.job]
-            for index, where, offset in locate_by_group(self._groups, job.rows, piece):
-                group, start = self._groups[index], piece.offset + offset
-                size = group.row_bytes
-                rows.append((group.memory, where, job.payload[start : start + len(where) * size], size))
+            for index, where, offset in locate_by_group(self._table, self._groups, job, piece):
+                (memory, size), start = self._memories[index], piece.offset + offset
+                rows.append((memory, where, job.payload[start : start + len(where) * size], size))
         return rows
 
 

@@ -550,7 +550,7 @@ class CudaCopier:
 
     def _present(self, job: CheckedJob, piece: Piece) -> list[tuple[int, int]]:
         """Return the spans of rows that are not skipped, in bytes from the start of the piece."""
-        where = self._table.locate(job.rows, piece.start, piece.stop)
+        where = self._table.locate(job, piece.start, piece.stop)
         offsets = [
             [self._table.payload_offset(len(job.rows), piece.start + edge) - piece.offset for edge in span]
             for span in segments(where)

@@ -14,8 +14,8 @@ import torch
 
 from lmcache_async.device.copier import CheckedJob
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.plan import Piece, PlaneGroup, PlaneTable, locate_by_group, segments, split
-from lmcache_async.device.planes import Int64s, Plane
+from lmcache_async.device.plan import Piece, PlaneGroup, PlaneTable, group_planes, locate_by_group, segments
+from lmcache_async.device.planes import Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class TritonMover:
 
         self._launch = kernels.launch
         addresses = [layout.storages[plane.storage].data_ptr() for plane in layout.planes]
-        self._table = PlaneTable(layout.planes, origins=[-address for address in addresses])
+        self._table = PlaneTable(layout.planes, origins=addresses)
         sizes = self._table.row_bytes
         strides = [n for plane in layout.planes for n in (plane.rows.block_stride, plane.rows.row_stride)]
         starts = [address + plane.base for address, plane in zip(addresses, layout.planes, strict=True)]
@@ -73,11 +73,11 @@ class TritonMover:
         total = sum(piece.stop - piece.start for piece in part)
         at = 0
         for piece in part:
-            rows = jobs[piece.job].rows
+            job = jobs[piece.job]
             count = piece.stop - piece.start
-            table[at : at + count] = self._table.locate(rows, piece.start, piece.stop)
+            table[at : at + count] = self._table.locate(job, piece.start, piece.stop)
             if not self._uniform:
-                planes = np.arange(piece.start, piece.stop) // len(rows)
+                planes = np.arange(piece.start, piece.stop) // len(job.rows)
                 words = self._table.row_bytes[planes] // self._word_bytes
                 table[2 * total + at : 2 * total + at + count] = words
             at += count
@@ -110,17 +110,18 @@ class TorchMover:
     def __init__(self, layout: KVLayout) -> None:
         # All rows of a part are consecutive in staging, so the word must divide the rows of the other groups too.
         word = math.gcd(8, *(plane.row_bytes for plane in layout.planes))
-        self._groups = split(
-            layout, lambda storage, planes, first: _Group(layout.storages[storage], planes, first, word)
-        )
+        self._table = PlaneTable(layout.planes)
+        self._groups = group_planes(layout)
+        self._views = [_RowView(layout, group, word) for group in self._groups]
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
         steps = []
         at, place = 0, 0
         for piece in part:
-            for index, where, offset in locate_by_group(self._groups, jobs[piece.job].rows, piece):
+            job = jobs[piece.job]
+            for index, where, offset in locate_by_group(self._table, self._groups, job, piece):
                 row_bytes = self._groups[index].row_bytes
-                table[at : at + len(where)] = where
+                table[at : at + len(where)] = where // self._views[index].unit  # -1 stays -1
                 for low, high in segments(where):
                     steps.append(Step(index, at + low, at + high, place + offset + low * row_bytes))
                 at += len(where)
@@ -131,24 +132,26 @@ class TorchMover:
         self, steps: Sequence[Step], table: torch.Tensor, staging: torch.Tensor, *, to_staging: bool
     ) -> None:
         for step in steps:
-            group = self._groups[step.group]
-            index, staged = table[step.start : step.stop], group.staged(staging, step)
+            view, index = self._views[step.group], table[step.start : step.stop]
+            staged = view.staged(staging, step)
             if to_staging:
-                torch.index_select(group.rows, 0, index, out=staged)
+                torch.index_select(view.rows, 0, index, out=staged)
             else:
-                group.rows.index_copy_(0, index, staged)
+                view.rows.index_copy_(0, index, staged)
 
 
-class _Group(PlaneGroup):
-    def __init__(self, memory: torch.Tensor, planes: Sequence[Plane], first: int, word: int) -> None:
+class _RowView:
+    """View of a storage with a row of a group at every multiple of `unit` bytes."""
+
+    def __init__(self, layout: KVLayout, group: PlaneGroup, word: int) -> None:
+        memory, planes = layout.storages[group.storage], layout.planes[group.first : group.last]
         strides = [stride for plane in planes for stride in (plane.rows.block_stride, plane.rows.row_stride)]
-        unit = math.gcd(planes[0].row_bytes, *strides, *(plane.base for plane in planes))
-        super().__init__(planes, first, unit=unit)
-        word = math.gcd(word, unit)
+        self.row_bytes = group.row_bytes
+        self.unit = math.gcd(self.row_bytes, *strides, *(plane.base for plane in planes))
+        word = math.gcd(word, self.unit)
         words = memory[: len(memory) // word * word].view(WORDS[word])
-        places = (len(memory) - self.row_bytes) // unit + 1
-        # A view with a row at every multiple of the unit: the index of a row is its position.
-        self.rows = words.as_strided((places, self.row_bytes // word), (unit // word, 1))
+        count = (len(memory) - self.row_bytes) // self.unit + 1
+        self.rows = words.as_strided((count, self.row_bytes // word), (self.unit // word, 1))
 
     def staged(self, staging: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the rows of `step` in staging, as words."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
+from lmcache_async.device.copier import CheckedJob
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.planes import Int64s, Plane
-from lmcache_async.types import BlockIds
 
 UNBOUNDED = 1 << 62
 
@@ -37,24 +37,23 @@ class PlaneTable:
 
     Args:
         planes: Planes in payload order.
-        origins: Byte offset of position 0, one for all planes or one for each plane.
-        unit: Bytes of one position. It must divide all strides, and all bases minus their origins.
+        origins: For each plane the position of the first byte of its storage; 0 for all by default.
     """
 
-    def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0, unit: int = 1) -> None:
+    def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0) -> None:
         self.row_bytes = np.array([plane.row_bytes for plane in planes], np.int64)
         # As lists, because NumPy takes a microsecond for a single number.
         self._sizes = [plane.row_bytes for plane in planes]
         self.starts = [0, *itertools.accumulate(self._sizes)]  # bytes of a row before each plane
-        bases = np.array([plane.base for plane in planes], np.int64) - np.asarray(origins, np.int64)
-        self._bases = bases // unit
-        self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64) // unit
-        self._row_strides = np.array([plane.rows.row_stride for plane in planes], np.int64) // unit
+        self._bases = np.array([plane.base for plane in planes], np.int64) + np.asarray(origins, np.int64)
+        self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64)
+        self._row_strides = np.array([plane.rows.row_stride for plane in planes], np.int64)
         self._rows_per_block = np.array([plane.rows.rows_per_block for plane in planes], np.int64)
         self._uniform = bool((self._rows_per_block == 1).all())
 
-    def locate(self, rows: BlockIds, start: int, stop: int) -> Int64s:
-        """Return the positions of entries `start` to `stop` (exclusive), -1 for those of skipped rows."""
+    def locate(self, job: CheckedJob, start: int, stop: int) -> Int64s:
+        """Return the byte positions of entries `start` to `stop` (exclusive), -1 for those of skipped rows."""
+        rows = job.rows
         first, last = start // len(rows), -(-stop // len(rows))
         part = slice(first, last)
         if self._uniform:
@@ -63,9 +62,8 @@ class PlaneTable:
             blocks, offsets = np.divmod(rows, self._rows_per_block[part, None])
             where = self._bases[part, None] + blocks * self._block_strides[part, None]
             where += offsets * self._row_strides[part, None]
-        skipped = rows < 0
-        if skipped.any():
-            where[:, skipped] = -1
+        if job.has_skips:
+            where[:, rows < 0] = -1
         return where.reshape(-1)[start - first * len(rows) : stop - first * len(rows)]
 
     def payload_offset(self, num_rows: int, entry: int) -> int:
@@ -83,39 +81,36 @@ class PlaneTable:
         return plane * num_rows + (offset - self.starts[plane] * num_rows) // self._sizes[plane]
 
 
-class PlaneGroup:
-    """Planes `first` to `last` (exclusive), of one storage and one row size, and the positions of their rows."""
+class PlaneGroup(NamedTuple):
+    """Planes `first` to `last` (exclusive) of a layout, of one storage and one row size."""
 
-    def __init__(self, planes: Sequence[Plane], first: int, *, unit: int = 1) -> None:
-        self.first = first
-        self.last = first + len(planes)
-        self.row_bytes = planes[0].row_bytes
-        self.table = PlaneTable(planes, unit=unit)
-
-
-GroupT = TypeVar("GroupT", bound=PlaneGroup)
+    storage: int
+    first: int
+    last: int
+    row_bytes: int
 
 
-def split(layout: KVLayout, make: Callable[[int, Sequence[Plane], int], GroupT]) -> list[GroupT]:
-    """Group the planes of a layout. `make` gets the storage, its planes and the number of the first one."""
-    groups: list[GroupT] = []
+def group_planes(layout: KVLayout) -> list[PlaneGroup]:
+    """Group consecutive planes of one storage and one row size."""
+    groups: list[PlaneGroup] = []
     key = operator.attrgetter("storage", "row_bytes")
-    for (storage, _), members in itertools.groupby(layout.planes, key):
-        groups.append(make(storage, list(members), groups[-1].last if groups else 0))
+    for (storage, row_bytes), planes in itertools.groupby(layout.planes, key):
+        first = groups[-1].last if groups else 0
+        groups.append(PlaneGroup(storage, first, first + len(list(planes)), row_bytes))
     return groups
 
 
 def locate_by_group(
-    groups: Sequence[PlaneGroup], rows: BlockIds, piece: Piece
+    table: PlaneTable, groups: Sequence[PlaneGroup], job: CheckedJob, piece: Piece
 ) -> Iterator[tuple[int, Int64s, int]]:
     """Yield the index of each group in a piece, the positions of its entries, and the bytes before them."""
-    offset = 0
-    for index, group in enumerate(groups):
-        first, last = group.first * len(rows), group.last * len(rows)
-        start, stop = max(piece.start, first), min(piece.stop, last)
+    count, offset = len(job.rows), 0
+    positions = table.locate(job, piece.start, piece.stop)
+    for index, (_, first, last, row_bytes) in enumerate(groups):
+        start, stop = max(piece.start, first * count), min(piece.stop, last * count)
         if start < stop:
-            yield index, group.table.locate(rows, start - first, stop - first), offset
-            offset += (stop - start) * group.row_bytes
+            yield index, positions[start - piece.start : stop - piece.start], offset
+            offset += (stop - start) * row_bytes
 
 
 def cut(

@@ -5,14 +5,11 @@ They use the compiled module if it is installed, else NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.plan import PlaneGroup, segments, split
-from lmcache_async.device.planes import Plane
+from lmcache_async.device.plan import segments
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.copies import Rows, compiled
 
@@ -34,23 +31,9 @@ MIN_DIGEST_BYTES = 256
 """Minimum bytes of a payload for a checksum during the copy."""
 
 
-class RowGroup(PlaneGroup):
-    """Planes of one storage and one row size in host memory. Rows are addressed by byte offset."""
-
-    def __init__(self, memory: Bytes, planes: Sequence[Plane], first: int) -> None:
-        super().__init__(planes, first)
-        self.memory = memory
-
-
-def group_planes(layout: KVLayout) -> list[RowGroup]:
-    """Group consecutive planes of one storage and one row size."""
-    memories = [storage.numpy() for storage in layout.storages]
-    return split(layout, lambda storage, planes, first: RowGroup(memories[storage], planes, first))
-
-
-def can_digest(groups: Sequence[RowGroup]) -> bool:
+def can_digest(layout: KVLayout) -> bool:
     """Return whether `copy_rows` can compute checksums for the rows of a layout."""
-    return compiled is not None and not any(group.row_bytes % DIGEST_UNIT for group in groups)
+    return compiled is not None and not any(plane.row_bytes % DIGEST_UNIT for plane in layout.planes)
 
 
 def copy_rows(pieces: list[Rows], *, to_payload: bool, stream: bool, digest: bool = False) -> bytes | None:
