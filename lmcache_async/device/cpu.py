@@ -20,7 +20,7 @@ from lmcache_async.device.plan import (
     whole_planes,
 )
 from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
-from lmcache_async.device.rows import MIN_DIGEST_BYTES, can_digest, copy_rows
+from lmcache_async.device.rows import MIN_DIGEST_BYTES, cache_memory, can_digest, copy_rows
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, Rows, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
@@ -69,10 +69,9 @@ class CpuCopier:
         self.layout = layout
         self._threads = CopyThreads(threads) if isinstance(threads, int) else threads
         self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - KEPT_CORES))
-        self._table = PlaneTable(layout.planes)
-        self._groups = group_planes(layout)
-        storages = [storage.numpy() for storage in layout.storages]
-        self._memories = [(storages[group.storage], group.row_bytes) for group in self._groups]
+        self._memory, origins = cache_memory(layout)
+        self._table = PlaneTable(layout.planes, origins=origins)
+        self._groups = group_planes(layout.planes, by_storage=False)
         self._can_digest = can_digest(layout)
         self._largest = max(plane.row_bytes for plane in layout.planes)
         self._closed = False
@@ -196,8 +195,8 @@ class CpuCopier:
         for piece in part:
             job = jobs[piece.job]
             for index, where, offset in locate_by_group(self._table, self._groups, job, piece):
-                (memory, size), start = self._memories[index], piece.offset + offset
-                rows.append((memory, where, job.payload[start : start + len(where) * size], size))
+                size, start = self._groups[index].row_bytes, piece.offset + offset
+                rows.append((self._memory, where, job.payload[start : start + len(where) * size], size))
         return rows
 
 

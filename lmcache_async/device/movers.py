@@ -111,7 +111,7 @@ class TorchMover:
         # All rows of a part are consecutive in staging, so the word must divide the rows of the other groups too.
         word = math.gcd(8, *(plane.row_bytes for plane in layout.planes))
         self._table = PlaneTable(layout.planes)
-        self._groups = group_planes(layout)
+        self._groups = group_planes(layout.planes, by_storage=True)
         self._views = [_RowView(layout, group, word) for group in self._groups]
 
     def fill(self, table: Int64s, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Step]:
@@ -144,7 +144,8 @@ class _RowView:
     """View of a storage with a row of a group at every multiple of `unit` bytes."""
 
     def __init__(self, layout: KVLayout, group: PlaneGroup, word: int) -> None:
-        memory, planes = layout.storages[group.storage], layout.planes[group.first : group.last]
+        planes = layout.planes[group.first : group.last]
+        memory = layout.storages[planes[0].storage]
         strides = [stride for plane in planes for stride in (plane.rows.block_stride, plane.rows.row_stride)]
         self.row_bytes = group.row_bytes
         self.unit = math.gcd(self.row_bytes, *strides, *(plane.base for plane in planes))

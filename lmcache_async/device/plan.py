@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_async.device.copier import CheckedJob
-from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.planes import Int64s, Plane
 
 UNBOUNDED = 1 << 62
@@ -82,21 +80,21 @@ class PlaneTable:
 
 
 class PlaneGroup(NamedTuple):
-    """Planes `first` to `last` (exclusive) of a layout, of one storage and one row size."""
+    """Planes `first` to `last` (exclusive) of a layout, of one row size."""
 
-    storage: int
     first: int
     last: int
     row_bytes: int
 
 
-def group_planes(layout: KVLayout) -> list[PlaneGroup]:
-    """Group consecutive planes of one storage and one row size."""
+def group_planes(planes: Sequence[Plane], *, by_storage: bool) -> list[PlaneGroup]:
+    """Group consecutive planes of one row size, and with `by_storage` of one storage."""
     groups: list[PlaneGroup] = []
-    key = operator.attrgetter("storage", "row_bytes")
-    for (storage, row_bytes), planes in itertools.groupby(layout.planes, key):
-        first = groups[-1].last if groups else 0
-        groups.append(PlaneGroup(storage, first, first + len(list(planes)), row_bytes))
+    for _, members in itertools.groupby(
+        planes, lambda plane: (plane.row_bytes, by_storage and plane.storage)
+    ):
+        first, some = groups[-1].last if groups else 0, list(members)
+        groups.append(PlaneGroup(first, first + len(some), some[0].row_bytes))
     return groups
 
 
@@ -106,7 +104,7 @@ def locate_by_group(
     """Yield the index of each group in a piece, the positions of its entries, and the bytes before them."""
     count, offset = len(job.rows), 0
     positions = table.locate(job, piece.start, piece.stop)
-    for index, (_, first, last, row_bytes) in enumerate(groups):
+    for index, (first, last, row_bytes) in enumerate(groups):
         start, stop = max(piece.start, first * count), min(piece.stop, last * count)
         if start < stop:
             yield index, positions[start - piece.start : stop - piece.start], offset

@@ -31,6 +31,43 @@ MIN_DIGEST_BYTES = 256
 """Minimum bytes of a payload for a checksum during the copy."""
 
 
+class _AddressRange:
+    """Addresses from the first to the last byte of the storages of a layout, as an array interface of NumPy."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.storages = layout.storages  # keeps the memory alive as long as the array
+        self.start = min(storage.data_ptr() for storage in self.storages)
+        nbytes = max(storage.data_ptr() + storage.nbytes for storage in self.storages) - self.start
+        self.__array_interface__ = {
+            "data": (self.start, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def cache_memory(layout: KVLayout) -> tuple[Bytes, list[int]]:
+    """Return an array with the memory of all storages, and for each plane the position of its storage in the array.
+
+    The rows of all planes are then addressed by one number. Memory between the storages must not be accessed.
+
+    Raises:
+        ValueError: A row is not within its storage.
+    """
+    addresses = _AddressRange(layout)
+    for plane in layout.planes:
+        end, nbytes = (
+            plane.start(layout.num_rows - 1) + plane.row_bytes,
+            layout.storages[plane.storage].nbytes,
+        )
+        if plane.base < 0 or end > nbytes:
+            raise ValueError(
+                f"rows at offset {plane.base} end at {end}, beyond the {nbytes} bytes of their storage"
+            )
+    origins = [layout.storages[plane.storage].data_ptr() - addresses.start for plane in layout.planes]
+    return np.asarray(addresses), origins
+
+
 def can_digest(layout: KVLayout) -> bool:
     """Return whether `copy_rows` can compute checksums for the rows of a layout."""
     return compiled is not None and not any(plane.row_bytes % DIGEST_UNIT for plane in layout.planes)

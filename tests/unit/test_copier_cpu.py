@@ -483,6 +483,28 @@ async def test_a_memoryview_is_a_payload_and_a_read_only_one_can_be_scattered():
     assert torch.equal(cache.tensors[1][:2].view(torch.uint8), cache.tensors[1][[3, 5]].view(torch.uint8))
 
 
+async def test_a_chunk_is_one_piece_for_layers_in_separate_storages(monkeypatch):
+    """Python work on the event loop does not grow with the number of layers."""
+    layout = CacheForm(layers=6, separate=True).build(8).layout
+    pieces = []
+    monkeypatch.setattr(cpu, "compiled", None)  # otherwise the compiled module gets the pieces
+    monkeypatch.setattr(cpu, "copy_rows", lambda rows, **_: pieces.extend(rows))
+    copier = CpuCopier(layout, threads=1)
+
+    await copier.gather([job_of(layout, [0, 1]), job_of(layout, [2, 3])])
+    copier.close()
+
+    assert len(layout.storages) == 6
+    assert len(pieces) == 2
+
+
+def test_rows_beyond_their_storage_are_refused():
+    layout = CacheForm(separate=True).build(8).layout
+
+    with pytest.raises(ValueError, match="beyond the .* bytes of their storage"):
+        CpuCopier(replace(layout, num_blocks=9))
+
+
 async def test_a_closed_copier_refuses():
     copier = CpuCopier(CacheForm().build(2).layout)
     copier.close()
