@@ -44,21 +44,23 @@ class DecryptStage:
         self._timeout_s = config.retrieve.allocate_timeout_s
 
     async def __call__(self, batch: FetchedBatch) -> FetchedBatch:
-        secret = [i for i, tier in enumerate(batch.tiers) if self._stack.tiers[tier].leaves_memory]
-        if not secret:
+        encrypted = [i for i, tier in enumerate(batch.tiers) if self._stack.tiers[tier].leaves_memory]
+        if not encrypted:
             return batch
-        targets = await self._targets(batch, secret)
-        error = await in_thread(self._workers, lambda: self._decrypt(batch, secret[: len(targets)], targets))
-        if error is None and len(targets) == len(secret):
+        targets = await self._targets(batch, encrypted)
+        error = await in_thread(
+            self._workers, lambda: self._decrypt(batch, encrypted[: len(targets)], targets)
+        )
+        if error is None and len(targets) == len(encrypted):
             count, cause = len(batch.chunks), batch.cause
         elif error is None:
-            count, cause = secret[len(targets)], "no_room"
+            count, cause = encrypted[len(targets)], "no_room"
         else:
-            count, cause = secret[error[0]], "corrupt"
+            count, cause = encrypted[error[0]], "corrupt"
             key = batch.chunks[count].key
             await self._stack.reject(batch.tiers[count], key, error[1], "cannot be decrypted")
         buffers = list(batch.buffers)
-        for index, target in zip(secret, targets, strict=False):
+        for index, target in zip(encrypted, targets, strict=False):
             buffers[index] = target
         return replace(
             batch,
@@ -69,26 +71,27 @@ class DecryptStage:
             cause=cause,
         )
 
-    async def _targets(self, batch: FetchedBatch, secret: Sequence[int]) -> list[Buffer]:
+    async def _targets(self, batch: FetchedBatch, encrypted: Sequence[int]) -> list[Buffer]:
         """Return the buffer for the decrypted record of each chunk, for as many as there is memory."""
-        shared = [batch.buffers[i].nbytes for i in secret if batch.buffers[i].shared]
-        fresh = await self._arena.lease_many(shared, timeout_s=self._timeout_s) if shared else []
+        # Determined once, because other leases may end while this call waits for memory.
+        shared = [batch.buffers[i].shared for i in encrypted]
+        sizes = [batch.buffers[i].nbytes for i, is_shared in zip(encrypted, shared, strict=True) if is_shared]
+        fresh = await self._arena.lease_many(sizes, timeout_s=self._timeout_s) if sizes else []
         batch.scope.add(fresh)
         left = iter(fresh)
         targets: list[Buffer] = []
-        for index in secret:
-            buffer = batch.buffers[index]
-            target = next(left, None) if buffer.shared else buffer
+        for index, is_shared in zip(encrypted, shared, strict=True):
+            target = next(left, None) if is_shared else batch.buffers[index]
             if target is None:
                 break
             targets.append(target)
         return targets
 
     def _decrypt(
-        self, batch: FetchedBatch, secret: Sequence[int], targets: Sequence[Buffer]
+        self, batch: FetchedBatch, encrypted: Sequence[int], targets: Sequence[Buffer]
     ) -> tuple[int, ChunkCorruptError] | None:
         """Return the position and error of the first invalid record; None if all are valid."""
-        for position, (index, target) in enumerate(zip(secret, targets, strict=True)):
+        for position, (index, target) in enumerate(zip(encrypted, targets, strict=True)):
             try:
                 self._cipher.decrypt(batch.buffers[index].view, target.view, batch.chunks[index].key)
             except ChunkCorruptError as error:

@@ -265,6 +265,32 @@ async def test_a_decryption_without_memory_ends_before_the_deadline_of_the_retri
     arena.close()
 
 
+async def test_each_record_is_decrypted_into_memory_of_its_length_if_another_lease_ends_meanwhile(
+    monkeypatch,
+):
+    """A tier with memory of its own may evict a record while the decryption waits for memory."""
+    arena, lengths = small_arena(4), []
+    buffers = tuple(arena.lease_nowait(nbytes) for nbytes in (100, 60))
+    others, lease_many = [buffer.retain() for buffer in buffers], arena.lease_many
+
+    async def evict_and_lease(sizes, **options):
+        others[0].release()
+        return await lease_many(sizes, **options)
+
+    class Cipher(RecordCipher):
+        def decrypt(self, record, into, key):
+            lengths.append((len(record), len(into)))
+
+    monkeypatch.setattr(arena, "lease_many", evict_and_lease)
+    batch, config = loaded(2, buffers=buffers)
+    decrypted = await DecryptStage(stack_of(holding([])), arena, AtOnce(), config, Cipher([bytes(32)]))(batch)
+    batch.scope.close()
+    release([*buffers, others[1]])
+    arena.close()
+
+    assert (len(decrypted.chunks), lengths) == (2, [(100, 100), (60, 60)])
+
+
 async def test_a_record_larger_than_a_slab_is_a_miss_of_that_chunk_alone(arena):
     tier = holding([0, 2])
     tier.records[key_of(1)] = bytes(SLAB + 1)
