@@ -280,9 +280,9 @@ class _Run(Generic[Out]):
 
     def _end_admission(self) -> None:
         """Start no further batch, also none that waits for its start."""
-        self.ended = True
-        if self.admission is not None:
+        if self.admission is not None and not self.ended:  # a timeout that has expired cannot be rescheduled
             self.admission.reschedule(0.0)
+        self.ended = True
 
 
 class Once:

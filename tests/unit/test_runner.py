@@ -15,6 +15,7 @@ from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.pipeline.batch import Batch, HashedBatch, PlannedBatch, Request
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.runner import Runner
+from lmcache_async.testing.steps import turns
 from lmcache_async.types import Chunk, ChunkKey
 from tests.simulation.loop import Trace, new_loop
 
@@ -440,3 +441,28 @@ async def test_a_run_whose_result_is_known_does_not_wait_for_the_memory_of_its_n
     assert await running == [["tier_unavailable"]]
     await other[0]
     assert budget.statistics().used_bytes == 20
+
+
+@pytest.mark.parametrize("delay", range(6))
+async def test_two_batches_end_the_run_while_the_next_one_waits_for_its_admission(delay):
+    """Whatever the number of iterations of the event loop between their ends."""
+    errors, gates = [], {0: asyncio.Event(), 1: asyncio.Event()}
+
+    async def admit(batch, num_chunks, timeout_s):
+        if batch.chunks[0].start == 2:
+            await asyncio.Event().wait()
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    runner, budget = runner_of(
+        Watch(gates=gates), Starts(), batch_chunks=1, ends=lambda result: True, admit=admit
+    )
+    running = asyncio.ensure_future(runner.run(request_of(3), timeout_s=60))
+    await turns(5)
+
+    gates[1].set()
+    await turns(delay)
+    gates[0].set()
+
+    assert await asyncio.wait_for(running, 30) == [[0]]
+    assert errors == []
+    assert budget.statistics().used_bytes == 0
