@@ -59,7 +59,7 @@ def doctor_command(
     hung = False
     for name, seconds, work in groups(config, sample_bytes):
         try:
-            found, late = guarded(name, seconds, work)
+            found, late = run_checks(name, seconds, work)
         except KeyboardInterrupt:
             sys.stdout.flush()
             os._exit(STOPPED)  # as below
@@ -109,7 +109,7 @@ def groups(file: Path | None, sample_bytes: int | None) -> Iterator[Group]:
             )
 
 
-def guarded(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
+def run_checks(name: str, seconds: float, work: Callable[[], Iterable[Check]]) -> tuple[list[Check], bool]:
     """Run a group of checks in a thread; return its results and whether it exceeded its deadline.
 
     An exception becomes a failed check. A thread that exceeds the deadline is abandoned. After Ctrl-C, the check gets

@@ -21,7 +21,7 @@ from lmcache_async.cli.output import JSONFlag, print_json, refuse, say
 from lmcache_async.config import format_size
 from lmcache_async.config.validation import hint, nearest
 from lmcache_async.errors import LMCacheAsyncError
-from lmcache_async.pipeline.stage import describe
+from lmcache_async.pipeline.stage import describe_stage
 from lmcache_async.registry import LAYERS, STAGES, TIERS, Plugin, Registry
 from lmcache_async.tiers.base import Tier
 from lmcache_async.tiers.middleware.base import Layer
@@ -118,7 +118,7 @@ def examine(kind: str, plugin: Plugin, registry: Registry) -> Entry:
 
 
 def _stage_details(name: str, target: Any) -> dict[str, Any]:
-    info = describe(name, target)
+    info = describe_stage(name, target)
     return {
         "takes": _type_name(info.takes),
         "gives": _type_name(info.gives),

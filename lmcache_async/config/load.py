@@ -30,7 +30,15 @@ from lmcache_async.config.sources import (
     refuse_secrets,
     variable_settings,
 )
-from lmcache_async.config.validation import LEFT_OUT, Loaded, Origin, explain, known_keys, show, validate_all
+from lmcache_async.config.validation import (
+    PLACEHOLDER,
+    Loaded,
+    Origin,
+    explain,
+    known_keys,
+    show,
+    validate_all,
+)
 from lmcache_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -114,7 +122,7 @@ def survey_config(
     placed = [
         tier.placed(origin.within(("tiers", index), f"tiers[{index}] ({tier.id})"))
         for index, tier in enumerate(config.tiers)
-        if tier.name != LEFT_OUT
+        if tier.name != PLACEHOLDER
     ]
     config = config.model_copy(update={"tiers": tuple(placed)})
     return LoadedConfig(config, origin, tuple(notes), tuple(problems))

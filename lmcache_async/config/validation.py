@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from lmcache_async.config.values import parse_list, parse_mapping
 from lmcache_async.errors import ConfigError
 
-LEFT_OUT = "_left_out_"
+PLACEHOLDER = "_left_out_"
 """Name of the placeholder for an invalid tier or layer while the others of its list are validated."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -354,7 +354,7 @@ def _remove(content: Any, path: KeyPath) -> bool:
     if isinstance(container, abc.MutableMapping):
         del container[path[-1]]
     else:  # keep the indices of the others
-        container[path[-1]] = {"name": LEFT_OUT, "id": f"{LEFT_OUT}{path[-1]}"}
+        container[path[-1]] = {"name": PLACEHOLDER, "id": f"{PLACEHOLDER}{path[-1]}"}
     return True
 
 

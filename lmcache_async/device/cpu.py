@@ -19,20 +19,20 @@ from lmcache_async.device.plan import (
     plane_steps,
     whole_planes,
 )
-from lmcache_async.device.progress import LoadProgress, Part, PartQueue, off_core
+from lmcache_async.device.progress import CopyPart, LoadProgress, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, cache_memory, can_digest, copy_rows
 from lmcache_async.errors import EngineClosedError
-from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, Rows, compiled
+from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, RowCopy, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
 PART_BYTES = 16 << 20
 """Size of the parts of a layer-wise load; a thread copies one in one or two milliseconds."""
 
-KEPT_CORES = 1
+RESERVED_CORES = 1
 """Cores without a copy thread: the model thread copies on its own core while it waits for a load."""
 
-ALONE_S = 0.5
-"""Seconds after which a layer-wise load is copied even if no thread waits for it."""
+UNAWAITED_S = 0.5
+"""Seconds after which a thread of the pool copies all of a layer-wise load, because no thread waits for it."""
 
 MIN_THREAD_BYTES = 1 << 20
 """Minimum bytes per thread. A handover to a thread takes about 50 microseconds, a copy of 1 MiB about 100."""
@@ -68,7 +68,7 @@ class CpuCopier:
     def __init__(self, layout: KVLayout, *, threads: CopyThreads | int = 2) -> None:
         self.layout = layout
         self._threads = CopyThreads(threads) if isinstance(threads, int) else threads
-        self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - KEPT_CORES))
+        self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - RESERVED_CORES))
         self._memory, origins = cache_memory(layout)
         self._table = PlaneTable(layout.planes, origins=origins)
         self._groups = group_planes(layout.planes, by_storage=False)
@@ -143,20 +143,20 @@ class CpuCopier:
         num_rows = [len(job.rows) for job in jobs]
         stream = sum(job.payload.nbytes for job in jobs) >= STREAM_BYTES
         copy = functools.partial(self._copy, jobs, to_host=False, stream=stream)
-        parts: list[Part] = []
+        parts: list[CopyPart] = []
         for planes in plane_steps(self._table, PART_BYTES // max(sum(num_rows), 1)):
             step = whole_planes(self._table, num_rows, planes)
             works: Iterable[list[Piece]] = [step]
             if sum(piece.nbytes for piece in step) >= 2 * PART_BYTES:
                 works = cut(self._table, num_rows, max_bytes=PART_BYTES, planes=planes)
-            parts += [Part(planes[0], functools.partial(copy, work)) for work in works]
+            parts += [CopyPart(planes[0], functools.partial(copy, work)) for work in works]
         queue = PartQueue(parts, self.layout.num_planes, progress.advance)
         del parts, copy
-        progress.accept_help(queue.work)
+        progress.set_worker(queue.work)
         with contextlib.suppress(RuntimeError):  # no thread can be started; the waiting thread copies
             for _ in range(self._helpers):
-                self._threads.pool.submit(_work_beside, queue, progress.core)
-        late = asyncio.get_running_loop().call_later(ALONE_S, self._copy_alone, queue)
+                self._threads.pool.submit(_work_off_core, queue, progress.core)
+        late = asyncio.get_running_loop().call_later(UNAWAITED_S, self._copy_unawaited, queue)
         try:
             await run_shielded(asyncio.wrap_future(queue.done), on_cancel=queue.withdraw)
         finally:
@@ -168,7 +168,7 @@ class CpuCopier:
         finally:
             del error  # breaks the reference cycle of the error and this frame, which would keep the payloads
 
-    def _copy_alone(self, queue: PartQueue) -> None:
+    def _copy_unawaited(self, queue: PartQueue) -> None:
         """Copy a load that no thread has waited for."""
         if self._closed:
             queue.withdraw(_closed())
@@ -189,9 +189,9 @@ class CpuCopier:
     ) -> bytes | None:
         return copy_rows(self._rows(jobs, part), to_payload=to_host, stream=stream, digest=digest)
 
-    def _rows(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[Rows]:
+    def _rows(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[RowCopy]:
         """Return the rows of a part, one entry for each group of planes in each piece."""
-        rows: list[Rows] = []
+        rows: list[RowCopy] = []
         for piece in part:
             job = jobs[piece.job]
             for index, where, offset in locate_by_group(self._table, self._groups, job, piece):
@@ -208,7 +208,7 @@ def _cannot_digest(job: CheckedJob) -> bool:
     return job.has_skips or job.payload.nbytes < MIN_DIGEST_BYTES
 
 
-def _work_beside(queue: PartQueue, core: int | None) -> None:
+def _work_off_core(queue: PartQueue, core: int | None) -> None:
     """Copy parts on other cores than `core`, where the waiting thread runs."""
     with off_core(core):
         queue.work()

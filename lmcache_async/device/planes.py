@@ -30,7 +30,7 @@ _GROUPS_SHARE_MEMORY = "layers of several KV cache groups share memory; create o
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowStrides:
     """Start offsets of rows: `block * block_stride + offset * row_stride`, in bytes.
 
     Rows at one uniform stride are described by one row per block.
@@ -59,7 +59,7 @@ class Plane:
     storage: int
     base: int
     row_bytes: int
-    rows: Rows
+    rows: RowStrides
 
     def start(self, row: int) -> int:
         """Byte offset of `row` from the start of the storage."""
@@ -92,7 +92,7 @@ class TensorRows:
     dtype: str
     storage: int
     base: int
-    rows: Rows
+    rows: RowStrides
     content: tuple[Axis, ...]
     inner: tuple[Axis, ...]
     outer: tuple[Axis, ...]
@@ -135,7 +135,7 @@ class TensorRows:
             ratio = block.size // num_blocks
             dims = {"R": Axis("R", ratio, block.stride), **dims}
             block = Axis("B", num_blocks, block.stride * ratio)
-        rows = _token_rows(name, block, dims.pop("N")) if by_token else Rows(block.stride)
+        rows = _token_rows(name, block, dims.pop("N")) if by_token else RowStrides(block.stride)
         content = tuple(axis for axis in dims.values() if axis.size > 1 or axis.name == whole)
         for axis in content:
             if axis.stride == 0:
@@ -189,17 +189,17 @@ def _split(
     return nbytes, tuple(inner), tuple(outer)
 
 
-def _token_rows(name: str, block: Axis, token: Axis) -> Rows:
+def _token_rows(name: str, block: Axis, token: Axis) -> RowStrides:
     if token.size == 1 or block.stride == token.size * token.stride:
-        return Rows(token.stride if token.size > 1 else block.stride)
+        return RowStrides(token.stride if token.size > 1 else block.stride)
     if block.size == 1:  # the stride of a single block is arbitrary
-        return Rows(token.stride)
+        return RowStrides(token.stride)
     if token.stride * (token.size - 1) >= block.stride:
         raise ValueError(
             f"{title(name)}: tokens with a stride of {token.stride} bytes overlap blocks with a stride of "
             f"{block.stride} bytes"
         )
-    return Rows(block.stride, token.size, token.stride)
+    return RowStrides(block.stride, token.size, token.stride)
 
 
 def title(name: str) -> str:
@@ -279,7 +279,7 @@ def check_overlap(planes: Sequence[Plane], storages: Sequence[torch.Tensor], num
     """
     # Two storages may map the same memory, so addresses are compared.
     origins = [0 if storage.is_meta else storage.data_ptr() for storage in storages]
-    groups: dict[tuple[int, Rows], list[Plane]] = {}
+    groups: dict[tuple[int, RowStrides], list[Plane]] = {}
     for plane in planes:
         _check_plane(plane, num_rows)
         space = plane.storage if storages[plane.storage].is_meta else 0
@@ -308,7 +308,7 @@ def _check_plane(plane: Plane, num_rows: int) -> None:
         )
 
 
-def _meets(distance: Int64s, size: int, sizes: Int64s, rows: Rows, num_rows: int) -> bool:
+def _meets(distance: Int64s, size: int, sizes: Int64s, rows: RowStrides, num_rows: int) -> bool:
     """Whether a row of the first plane overlaps one of another plane, with a base `distance` bytes higher."""
     per_block = rows.rows_per_block
     blocks = -(-num_rows // per_block)

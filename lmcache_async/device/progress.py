@@ -30,7 +30,7 @@ class LoadProgress:
         self._begun = False
         self.abandoned = False  # by the waiting thread; an abandoned load is never written
         self._ended = False
-        self._help: Callable[[int], object] | None = None
+        self._worker: Callable[[int], object] | None = None
 
     def begin(self) -> bool:
         """Return whether the copier may write. If not, the load is abandoned."""
@@ -45,20 +45,20 @@ class LoadProgress:
             self._planes = max(self._planes, planes)
             self._changed.notify_all()
 
-    def accept_help(self, work: Callable[[int], object]) -> None:
-        """Let a thread that waits for n planes call `work(n)`.
+    def set_worker(self, work: Callable[[int], object]) -> None:
+        """Set the function that a thread calls while it waits: `work(n)` for the first n planes.
 
         `work(n)` copies the parts of the first n planes that no other thread has begun.
         """
         with self._changed:
-            self._help = work
+            self._worker = work
             self._changed.notify_all()
 
     def end(self) -> None:
         """Report that the load writes no more, whether it succeeded or failed."""
         with self._changed:
             self._ended = True
-            self._help = None
+            self._worker = None
             self._changed.notify_all()
 
     def wait(self, planes: int, *, deadline: float) -> None:
@@ -69,16 +69,16 @@ class LoadProgress:
         planes = min(planes, self._num_planes)
         if self._settled(planes):  # without the lock: once true, it stays true
             return
-        if (work := self._wait(planes, deadline, helpless=False)) is not None:
+        if (work := self._wait(planes, deadline, only_wait=False)) is not None:
             work(planes)
-            self._wait(planes, deadline, helpless=True)
+            self._wait(planes, deadline, only_wait=True)
 
-    def _wait(self, planes: int, deadline: float, *, helpless: bool) -> Callable[[int], object] | None:
-        """Wait until `_settled`; unless `helpless`, return the function of `accept_help` once it is set."""
+    def _wait(self, planes: int, deadline: float, *, only_wait: bool) -> Callable[[int], object] | None:
+        """Wait until `_settled`; unless `only_wait`, return the function of `set_worker` when it is set."""
         with self._changed:
             while not self._settled(planes):
-                if self._help is not None and not helpless:
-                    return self._help
+                if self._worker is not None and not only_wait:
+                    return self._worker
                 left = None if self._begun else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     self.abandoned = True
@@ -100,7 +100,7 @@ class LoadProgress:
         return self._planes >= planes or self._ended or self.abandoned
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """Part of a copy. It writes to no plane before `first`."""
 
     first: int
@@ -114,7 +114,7 @@ class PartQueue:
     thread that wrote the last of them. `done` is resolved when no part is running or waiting. Then call `take_error`.
     """
 
-    def __init__(self, parts: Iterable[Part], planes: int, advance: Callable[[int], object]) -> None:
+    def __init__(self, parts: Iterable[CopyPart], planes: int, advance: Callable[[int], object]) -> None:
         self.done: Future[None] = Future()
         self._waiting = deque(parts)
         self._running: list[int] = []
@@ -154,7 +154,7 @@ class PartQueue:
         self._whole = False
         self._waiting.clear()
 
-    def _take(self, planes: int | None) -> Part | None:
+    def _take(self, planes: int | None) -> CopyPart | None:
         with self._lock:
             if not self._waiting or (planes is not None and self._waiting[0].first >= planes):
                 return None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import segments
 from lmcache_async.memory.buffer import Bytes
-from lmcache_async.memory.copies import Rows, compiled
+from lmcache_async.memory.copies import RowCopy, compiled
 
 LARGE_ROW_BYTES = 32 << 10
 """Row size from which row-by-row copies by NumPy reach the speed of memmove. Each one takes half a microsecond
@@ -73,7 +73,7 @@ def can_digest(layout: KVLayout) -> bool:
     return compiled is not None and not any(plane.row_bytes % DIGEST_UNIT for plane in layout.planes)
 
 
-def copy_rows(pieces: list[Rows], *, to_payload: bool, stream: bool, digest: bool = False) -> bytes | None:
+def copy_rows(pieces: list[RowCopy], *, to_payload: bool, stream: bool, digest: bool = False) -> bytes | None:
     """Copy rows of the cache to or from payloads.
 
     The compiled module copies all pieces in one call, because a thread that returns to Python has to wait for the GIL.

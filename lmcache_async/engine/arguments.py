@@ -45,7 +45,7 @@ class RequestArguments(TypedDict, total=False):
     request_configs: Mapping[str, Any] | None
 
 
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "hashes": "keys are computed from tokens",
     "offset": "leading tokens are skipped with the mask",
     "offsets": "keys are computed from tokens",
@@ -80,8 +80,8 @@ def check_arguments(call: str, given: RequestArguments, *others: str) -> Argumen
     for name in given:
         if name in RequestArguments.__annotations__:
             continue
-        if name in _ELSEWHERE:
-            advice = f"it is an argument of LMCache; {_ELSEWHERE[name]}"
+        if name in _UNSUPPORTED:
+            advice = f"it is an argument of LMCache; {_UNSUPPORTED[name]}"
         elif choice := nearest(name, names):
             advice = f"did you mean {choice!r}?"
         else:

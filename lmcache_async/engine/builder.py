@@ -64,7 +64,7 @@ class GroupParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """The parts of an engine. Lookups may pin `max_pinned` slabs of the arena. `free` releases threads and memory."""
 
     arena: Arena
@@ -82,7 +82,7 @@ def build(
     watcher: Watcher | None,
     *,
     replica: int,
-) -> Parts:
+) -> EngineParts:
     """Build the parts. The arena and the copiers are allocated; the tiers are not opened yet.
 
     Raises:
@@ -172,7 +172,7 @@ def build(
                 "workers": workers,
             }
             built.append(GroupParts(copier, runners.store(resources), *runners.retrieve(resources)))
-        return Parts(arena, stack, tuple(built), max_pinned, undo.pop_all().close)
+        return EngineParts(arena, stack, tuple(built), max_pinned, undo.pop_all().close)
 
 
 def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:

@@ -17,7 +17,7 @@ from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.report import BatchStored
-from lmcache_async.pipeline.stage import Stage, StageInfo, describe
+from lmcache_async.pipeline.stage import Stage, StageInfo, describe_stage
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.types import RetrieveReport
@@ -69,7 +69,7 @@ def problems(
             for name in names:
                 with _collected(rest, where):
                     stage = registry.load(STAGES, name, third_party=third_party)
-                    stages.append(describe(name, cast("Stage[Any, Any]", stage)))
+                    stages.append(describe_stage(name, cast("Stage[Any, Any]", stage)))
             if len(stages) == len(names):
                 Chain(stages).check_ends(*ends)
     for read in (config.read_hash_key, config.encryption.read_keys):

@@ -17,7 +17,7 @@ from lmcache_async.config import EngineConfig
 from lmcache_async.device.copier import Copier, Fence
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.engine.arguments import Mask, leading_false, row_ids
-from lmcache_async.engine.builder import EngineGroup, Parts, build, default_logger
+from lmcache_async.engine.builder import EngineGroup, EngineParts, build, default_logger
 from lmcache_async.engine.check import START_ERRORS, refusal
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.engine.lookup import FirstPresent, LookupResult, Lookups, MemoryLookups, Pins
@@ -68,7 +68,7 @@ class CacheEngine:
     def __init__(
         self,
         config: EngineConfig,
-        parts: Parts,
+        parts: EngineParts,
         groups: Sequence[EngineGroup],
         instruments: Sequence[Instrument],
     ) -> None:

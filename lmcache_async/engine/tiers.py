@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lmcache_async.config import EngineConfig, LayerSpec, TierSpec, validate_options
-from lmcache_async.config.validation import LEFT_OUT
+from lmcache_async.config.validation import PLACEHOLDER
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.logging import LimitedLogger
@@ -114,7 +114,7 @@ def configured_tiers(
         # From the inside out, so that the outermost metrics layer is the last one; see TierMetrics.calls.
         for index, named in reversed([*enumerate(usual if spec.layers is None else spec.layers)]):
             layer = named.placed(spec.origin.within(("layers", index), f"layers[{index}] ({named.id})"))
-            if layer.name == LEFT_OUT:
+            if layer.name == PLACEHOLDER:
                 continue
             with at(layer.where, layer.origin.part):
                 layer_class = registry.load_class(

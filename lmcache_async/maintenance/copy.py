@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from lmcache_async.errors import ChunkCorruptError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.maintenance.concurrency import Progress, for_each, no_progress
@@ -21,7 +22,7 @@ from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 VERIFY_THREADS = 2
 _STEP_NS = 1000  # between the times of use assigned to records whose source has none; as in the disk tier
 
-Check = Callable[[StoredRecord, Iterator[memoryview]], RecordInfo]
+VerifyRecord: TypeAlias = Callable[[StoredRecord, Iterator[memoryview]], RecordInfo]
 """Verifies a record that is read in pieces, in a worker thread."""
 
 
@@ -76,7 +77,7 @@ async def copy(
     )
     records = await source.list()
     newest_first = sorted(records, key=lambda one: one.use_order, reverse=True)
-    copier = Copier(
+    copier = RecordCopier(
         source=source,
         counts=report,
         verify=functools.partial(check, selection=selection),
@@ -94,7 +95,7 @@ async def copy(
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Copier:
+class RecordCopier:
     """Copies records to the destinations that lack them, each after its verification.
 
     Once `max_bytes` is reached or a destination is full, the remaining records are skipped without being read.
@@ -102,7 +103,7 @@ class Copier:
 
     source: OfflineStore
     counts: CopyCounts
-    verify: Check
+    verify: VerifyRecord
     selection: Selection = EVERYTHING
     max_bytes: int | None = None
     max_bytes_per_s: int | None = None

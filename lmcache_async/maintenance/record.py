@@ -12,7 +12,7 @@ from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, encrypte
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import RecordCipher, envelope_key_id, is_encrypted
 from lmcache_async.memory.header import RecordHeader, peek_sizes, read_header
-from lmcache_async.memory.record import prove
+from lmcache_async.memory.record import verify_stored
 from lmcache_async.tiers.offline import OfflineStore, StoredRecord
 from lmcache_async.types import ChunkKey
 
@@ -106,10 +106,10 @@ def check(
         if info.key_id and cipher is not None:
             header = _decrypt(stored.key, chain((first,), pieces), info.record_bytes, cipher)
         else:
-            prove(chain((first,), pieces), key=stored.key)
+            verify_stored(chain((first,), pieces), key=stored.key)
         if stored.nbytes and -(-info.record_bytes // PAGE) * PAGE != stored.nbytes:
             message = f"the header says {info.record_bytes} bytes, the file has {stored.nbytes}"
-            raise ChunkCorruptError(message, cause="length")  # noqa: TRY301 - caught below, as errors of prove
+            raise ChunkCorruptError(message, cause="length")  # noqa: TRY301 - caught below, as errors of verify_stored
         if header is not None:
             _check_tokens(header)
     except ChunkCorruptError as error:
@@ -141,9 +141,9 @@ def _decrypt(
         if len(record) == record_bytes:
             break
     view = memoryview(record)
-    prove([view], key=key)
+    verify_stored([view], key=key)
     cipher.decrypt(view, view, key)
-    prove([view], key=key)
+    verify_stored([view], key=key)
     return read_header(view)
 
 

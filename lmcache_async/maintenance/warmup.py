@@ -12,7 +12,7 @@ import numpy as np
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import ChunkHasher, engine_root, hash_key_id
 from lmcache_async.maintenance.concurrency import Progress, no_progress
-from lmcache_async.maintenance.copy import Copier, CopyCounts
+from lmcache_async.maintenance.copy import CopyCounts, RecordCopier
 from lmcache_async.maintenance.namespaces import EVERYTHING, Selection, fields_of
 from lmcache_async.maintenance.prompts import Encode, Prompt
 from lmcache_async.maintenance.record import RecordInfo, check, examine, read_headers
@@ -105,7 +105,7 @@ async def warm(
     # A prefix is used at least as often as its continuations, and starts before them.
     keys = sorted(wanted, key=lambda key: (-uses[key], wanted[key][0].start)) if by_use else wanted
     verify = partial(_check, wanted=wanted, cipher=cipher)
-    copier = Copier(source=source, counts=report, verify=verify, max_bytes=max_bytes)
+    copier = RecordCopier(source=source, counts=report, verify=verify, max_bytes=max_bytes)
     await copier.run([stored[key] for key in keys], destinations, progress)
     report.copied, report.there = +copier.copied, +copier.there
     return report

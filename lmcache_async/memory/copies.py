@@ -37,15 +37,15 @@ STREAM_BYTES = 4 << 20
 _START = np.zeros(1, np.int64)
 
 
-class FasterWay:
+class StreamingChoice:
     """Decides by measurement whether copies bypass the CPU caches. The faster way depends on the machine.
 
-    Each way is tried `TRIALS` times. After that the faster one is chosen, except that every `AGAIN`th batch is copied
+    Each way is tried `TRIALS` times. After that the faster one is chosen, except that every `RETRIAL_INTERVAL`th batch is copied
     the other way, because the load of the machine changes.
     """
 
     TRIALS = 3
-    AGAIN = 64
+    RETRIAL_INTERVAL = 64
 
     def __init__(self) -> None:
         self._seconds_per_byte: dict[bool, float] = {}
@@ -61,7 +61,7 @@ class FasterWay:
             if trials < self.TRIALS:
                 return stream
         faster = min(self._seconds_per_byte, key=self._seconds_per_byte.__getitem__)
-        return not faster if self._turns % self.AGAIN == 0 else faster
+        return not faster if self._turns % self.RETRIAL_INTERVAL == 0 else faster
 
     def note(self, *, stream: bool, nbytes: int, seconds: float) -> None:
         """Record the CPU time of all threads for one batch."""
@@ -91,7 +91,7 @@ def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
         compiled.copy([(source, _START, target, len(target))], True, stream)
 
 
-Rows: TypeAlias = "tuple[Bytes, npt.NDArray[np.int64], Bytes, int]"
+RowCopy: TypeAlias = "tuple[Bytes, npt.NDArray[np.int64], Bytes, int]"
 """Rows to copy: memory, byte offset of each row in it or -1 to skip the row, payload, and bytes of a row."""
 
 
@@ -121,7 +121,7 @@ class CopyQueue:
         # Let the threads end also if `close` is never called.
         weakref.finalize(self, self._module.close_queue, self._queue).atexit = False
 
-    async def copy(self, pieces: Sequence[Rows], *, to_payload: bool, stream: bool) -> None:
+    async def copy(self, pieces: Sequence[RowCopy], *, to_payload: bool, stream: bool) -> None:
         """Copy the rows of all pieces, each piece by one thread.
 
         If the call is cancelled, pieces that no thread has begun are withdrawn, and the others are awaited.

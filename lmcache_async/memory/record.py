@@ -35,7 +35,7 @@ from lmcache_async.memory.header import (
 from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
 
 PIECE_BYTES = MAX_HEADER_BYTES
-"""Size of the pieces for `prove`. The first piece contains any header."""
+"""Size of the pieces for `verify_stored`. The first piece contains any header."""
 
 _MAX_TEXT_BYTES = 512  # limit of the texts of a request; longer ones are stored as their digest
 _CHECKSUM_BYTES = 16
@@ -276,7 +276,7 @@ def verify(
     return header
 
 
-def prove(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
+def verify_stored(pieces: Iterable[memoryview], *, key: ChunkKey) -> int:
     """Verify that a record is complete, unchanged and, unless it is encrypted, of this key.
 
     The tokens and the namespace are verified by `verify`, on a load.

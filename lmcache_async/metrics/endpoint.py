@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmcache_async.config import HTTPConfig
 from lmcache_async.errors import LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.charts import Source
-from lmcache_async.metrics.http import Tokens
+from lmcache_async.metrics.http import AccessTokens
 
 if TYPE_CHECKING:
     from lmcache_async.metrics.server import StatusServer
@@ -24,7 +24,7 @@ def check_endpoint(config: HTTPConfig) -> Iterator[str]:
     """Yield a message for each problem with which the server would not start. No socket is opened."""
     if config.listen is None:
         return
-    for made in (_server_class, config.make_context, partial(Tokens.read, config.token_file)):
+    for made in (_server_class, config.make_context, partial(AccessTokens.read, config.token_file)):
         try:
             made()
         except LMCacheAsyncError as error:

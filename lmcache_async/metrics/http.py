@@ -46,7 +46,7 @@ _FRESH_S = 0.2
 """Seconds for which a response is reused, so that the load on the loop does not grow with the number of readers."""
 
 
-class Tokens:
+class AccessTokens:
     """Access tokens, kept as SHA-256 digests. If there are none, every request is allowed."""
 
     def __init__(self, digests: Sequence[bytes] = ()) -> None:
@@ -129,7 +129,7 @@ class Responder:
 
     source: Source
     samples: Sequence[Sample]
-    tokens: Tokens
+    tokens: AccessTokens
     loopback: bool
     interval_s: float
     clock: Callable[[], float] = time.monotonic

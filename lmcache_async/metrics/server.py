@@ -23,7 +23,7 @@ from lmcache_async.config.values import is_loopback
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.charts import Sample, Source
-from lmcache_async.metrics.http import HEADERS, Responder, Tokens
+from lmcache_async.metrics.http import HEADERS, AccessTokens, Responder
 
 INTERVAL_S = 1.0
 """Seconds between two samples."""
@@ -67,7 +67,7 @@ class StatusServer:
         self._responder = Responder(
             source,
             self._samples,
-            Tokens.read(config.token_file),
+            AccessTokens.read(config.token_file),
             loopback=is_loopback(self._host),
             interval_s=interval_s,
         )

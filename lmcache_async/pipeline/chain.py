@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
 
 from lmcache_async.errors import ChainError
-from lmcache_async.pipeline.stage import Stage, StageInfo, describe
+from lmcache_async.pipeline.stage import Stage, StageInfo, describe_stage
 
 In = TypeVar("In")
 Mid = TypeVar("Mid")
@@ -50,15 +50,15 @@ class Chain(Generic[In, Out]):
 
     @classmethod
     def of(cls, stage: Stage[In, Mid], *, name: str | None = None) -> Chain[In, Mid]:
-        return Chain[In, Mid]([describe(name or _stage_name(stage), stage)])
+        return Chain[In, Mid]([describe_stage(name or _stage_name(stage), stage)])
 
     @classmethod
     def named(cls, stages: Sequence[tuple[str, Stage[Any, Any]]]) -> Chain[Any, Any]:
         """Build a chain from configured stages, in order, with the name of each."""
-        return Chain[Any, Any]([describe(name, stage) for name, stage in stages])
+        return Chain[Any, Any]([describe_stage(name, stage) for name, stage in stages])
 
     def then(self, stage: Stage[Out, Mid], *, name: str | None = None) -> Chain[In, Mid]:
-        return Chain[In, Mid]([*self.stages, describe(name or _stage_name(stage), stage)])
+        return Chain[In, Mid]([*self.stages, describe_stage(name or _stage_name(stage), stage)])
 
     def check_ends(self, takes: type, gives: type) -> None:
         """Check the types of the chain's ends. Raise ChainError if one does not match."""

@@ -92,7 +92,7 @@ class Runner(Generic[Out]):
                         head.scope.deadline = deadline
                         scopes.append(head.scope)
             run = _Run[Out](self._split(head), copied)
-            timer = loop.call_at(deadline, run.give_up)
+            timer = loop.call_at(deadline, run.end_at_deadline)
             try:
                 async with asyncio.TaskGroup() as group:
                     for index, batch in enumerate(run.batches):
@@ -161,7 +161,7 @@ class Runner(Generic[Out]):
         value: Any = batch
         try:
             for info in self.chain.tail:
-                if info.ordered and index and not await run.turn(index):
+                if info.ordered and index and not await run.wait_turn(index):
                     return
                 if info.writes_device:
                     run.writing.add(index)
@@ -201,7 +201,7 @@ class Runner(Generic[Out]):
         result = run.results[index]
         if result is None or self.ends(result):
             run.end_after(index)
-        run.note_done(index)
+        run.set_done(index)
 
 
 def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
@@ -248,12 +248,12 @@ class _Run(Generic[Out]):
         self._done = [asyncio.get_running_loop().create_future() for _ in batches]  # of each batch
         self._last = count
 
-    async def turn(self, index: int) -> bool:
+    async def wait_turn(self, index: int) -> bool:
         """Wait until the batch before `index` has ended. Return False if the run ended before batch `index`."""
         await self._done[index - 1]
         return index <= self._last
 
-    def note_done(self, index: int) -> None:
+    def set_done(self, index: int) -> None:
         """Let the batch after `index` continue."""
         if not self._done[index].done():  # the batch that waited for it was cancelled
             self._done[index].set_result(None)
@@ -271,7 +271,7 @@ class _Run(Generic[Out]):
         for task in self.tasks[index + 1 :]:
             task.cancel()
 
-    def give_up(self) -> None:
+    def end_at_deadline(self) -> None:
         """Cancel all batches at the deadline, except those that may have written device rows."""
         self._end_admission()
         for index, task in enumerate(self.tasks):

@@ -59,7 +59,7 @@ class StageInfo:
 _FLAGS = ("per_request", "ordered", "reads_device", "writes_device")
 
 
-def describe(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
+def describe_stage(name: str, stage: Stage[Any, Any] | type[Stage[Any, Any]]) -> StageInfo:
     """Read the types of a stage, or of its class, from its annotations.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 from lmcache_async.errors import ChunkCorruptError, TierClosedError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import PAGE, pages
 from lmcache_async.memory.header import peek_sizes
-from lmcache_async.memory.record import prove
+from lmcache_async.memory.record import verify_stored
 from lmcache_async.memory.threads import WorkerPool
 from lmcache_async.plugins.disk.directory import QUARANTINE_FOLDER, QUARANTINE_NAME, RecordDirectory
 from lmcache_async.tiers.results import drop_tracebacks
@@ -148,7 +148,7 @@ class RecordFiles:
         try:
             descriptor = self.open(key, nbytes)
             try:
-                record_bytes = prove(pieces(descriptor, scratch), key=key)
+                record_bytes = verify_stored(pieces(descriptor, scratch), key=key)
             finally:
                 os.close(descriptor)
             if pages(record_bytes) != nbytes:

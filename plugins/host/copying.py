@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.memory.buffer import Bytes
-from lmcache_async.memory.copies import FasterWay, copy_bytes
+from lmcache_async.memory.copies import StreamingChoice, copy_bytes
 from lmcache_async.memory.threads import WorkerPool, in_threads
 
 Pair: TypeAlias = tuple[Bytes, Bytes]
@@ -24,7 +24,7 @@ class Copier:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._way = FasterWay()
+        self._way = StreamingChoice()
         self._workers = WorkerPool(threads, thread_name_prefix="lmcache-async-host")
 
     async def copy(self, pairs: list[Pair]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_async.cli import checks
 from lmcache_async.cli.checks import MATRIX, PYTHON, minor
-from lmcache_async.cli.doctor import guarded
+from lmcache_async.cli.doctor import run_checks
 from lmcache_async.config import load_config
 from lmcache_async.tiers.diagnosis import Outcome, ok
 
@@ -170,14 +170,14 @@ def test_a_compiled_module_that_is_missing_or_of_another_version_is_a_warning(mo
 def test_a_check_that_hangs_or_raises_fails():
     end = threading.Event()
 
-    found, hung = guarded("slow", 0.05, lambda: end.wait() and [])
+    found, hung = run_checks("slow", 0.05, lambda: end.wait() and [])
     end.set()
 
     assert hung
     assert only(found).found == "the check did not end within 0.05 s"
 
-    found, hung = guarded("broken", 10, lambda: [ok("x", str(1 // 0))])
+    found, hung = run_checks("broken", 10, lambda: [ok("x", str(1 // 0))])
     assert not hung
     assert only(found).outcome is FAIL
     assert "ZeroDivisionError" in only(found).found
-    assert guarded("quick", 10, lambda: iter([ok("x", "3")])) == ([ok("x", "3")], False)
+    assert run_checks("quick", 10, lambda: iter([ok("x", "3")])) == ([ok("x", "3")], False)

@@ -15,7 +15,7 @@ from lmcache_async.memory import header as header_module
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher, is_encrypted
 from lmcache_async.memory.header import peek_sizes, read_header
-from lmcache_async.memory.record import RecordFormat, is_sealed, prove, seal, verify
+from lmcache_async.memory.record import RecordFormat, is_sealed, seal, verify, verify_stored
 from lmcache_async.testing.records import chunk_of, key_of, payload_of
 from tests.fuzz.damage import Damage, apply, bounded_memory, damages, flip
 from tests.fuzz.effort import effort, keep_at_it
@@ -93,7 +93,7 @@ def check_parsers(data: bytes) -> None:
     """Each parser returns its content or raises ChunkCorruptError. A proof ignores the bytes after it."""
     accepts(peek_sizes, data)
     accepts(read_header, data)
-    if accepts(lambda _: prove(in_pieces(data), key=key_of(1)), data):
+    if accepts(lambda _: verify_stored(in_pieces(data), key=key_of(1)), data):
         records = [OURS, OURS_ENCRYPTED, OTHERS_ENCRYPTED]
         assert any(_without_secrets(data[: len(record)]) == _without_secrets(record) for record in records)
 
@@ -126,12 +126,12 @@ def test_any_change_of_a_record(payload):
 
 @given(st.sampled_from([OURS, OURS_ENCRYPTED]), st.integers(1, 6), st.binary(max_size=5000))
 def test_a_whole_record_is_proven_in_pieces_of_any_size_whatever_is_behind_it(record, pages, behind):
-    assert prove(in_pieces(record + behind, pages * PAGE), key=key_of(1)) == len(record)
+    assert verify_stored(in_pieces(record + behind, pages * PAGE), key=key_of(1)) == len(record)
 
 
 def test_a_record_under_another_key_is_not_proven():
     with pytest.raises(ChunkCorruptError) as caught:
-        prove(in_pieces(OURS), key=key_of(2))
+        verify_stored(in_pieces(OURS), key=key_of(2))
     assert caught.value.cause == "key"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_async.errors import ChunkCorruptError, ConfigError, MissingDependencyError
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, RecordCipher, _Key
 from lmcache_async.memory.header import peek_sizes, read_header
-from lmcache_async.memory.record import RecordFormat, prove, seal, verify
+from lmcache_async.memory.record import RecordFormat, seal, verify, verify_stored
 from lmcache_async.types import Chunk, ChunkKey
 
 FORMAT = RecordFormat("namespace", "layout", "float32", 8, reserved_bytes=ENVELOPE_BYTES)
@@ -74,7 +74,7 @@ def test_decryption_restores_every_bit(payload):
 
     assert plain == record
     assert peek_sizes(secret) == peek_sizes(record)
-    prove([secret], key=CHUNK.key)
+    verify_stored([secret], key=CHUNK.key)
     verify(plain, format=FORMAT, chunk=CHUNK, request_namespace="")
 
 

@@ -201,7 +201,7 @@ def test_a_scatter_with_progress_moves_the_same_bytes_and_reports_no_plane_too_e
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "PART_BYTES", part_bytes)
-        patch.setattr(cpu, "ALONE_S", 0)
+        patch.setattr(cpu, "UNAWAITED_S", 0)
         asyncio.run(gatherer.gather(filled))
         wrong = asyncio.run(scatter_while_waiting(copier, filled, progress, waiter))
     gatherer.close()
@@ -220,7 +220,7 @@ def layers():
     copier._helpers = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "PART_BYTES", 1 << 8)  # a row of a plane has half of that
-        patch.setattr(cpu, "ALONE_S", 3600)
+        patch.setattr(cpu, "UNAWAITED_S", 3600)
         yield cache, copier
     copier.close()
 
@@ -299,7 +299,7 @@ async def test_a_load_that_no_thread_waits_for_is_copied(layers, monkeypatch, su
     cache, copier = layers
     progress = Told(4)
     progress.begin()
-    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    monkeypatch.setattr(cpu, "UNAWAITED_S", 0)
     monkeypatch.setattr(copier._threads.pool, "submit", submit)
 
     loading = asyncio.ensure_future(copier.scatter(copy_jobs(cache.layout, [0, 3]), None, progress))
@@ -321,7 +321,7 @@ async def test_cancellation_withdraws_an_unstarted_load(layers):
     loading.cancel()
     await asyncio.wait({loading}, timeout=LONG_S)
     withdrawn = loading.cancelled()
-    progress._help(4)  # the waiting thread calls it only now
+    progress._worker(4)  # the waiting thread calls it only now
 
     assert withdrawn
     assert progress.told == []
@@ -596,7 +596,7 @@ async def test_cancellation_waits_for_the_copy_that_runs_and_withdraws_the_rest(
 
 
 async def test_an_unstarted_load_fails_when_the_copier_is_closed(monkeypatch):
-    monkeypatch.setattr(cpu, "ALONE_S", 0)
+    monkeypatch.setattr(cpu, "UNAWAITED_S", 0)
     cache = CacheForm().build(4)
     copier = CpuCopier(cache.layout, threads=1)
     copier._helpers = 0

@@ -11,9 +11,11 @@ from lmcache_async.device.plan import (
     cut,
     plane_steps,
 )
-from lmcache_async.device.planes import Plane, Rows
+from lmcache_async.device.planes import Plane, RowStrides
 
-planes = st.lists(st.integers(1, 40).map(lambda size: Plane(0, 0, size, Rows(64))), min_size=1, max_size=4)
+planes = st.lists(
+    st.integers(1, 40).map(lambda size: Plane(0, 0, size, RowStrides(64))), min_size=1, max_size=4
+)
 
 
 @st.composite
@@ -64,14 +66,14 @@ def test_the_first_part_of_a_batch_is_known_before_the_other_jobs_are_cut():
             read.append(count)
             yield count
 
-    parts = cut(PlaneTable([Plane(0, 0, 8, Rows(64))]), counts(), max_bytes=16)
+    parts = cut(PlaneTable([Plane(0, 0, 8, RowStrides(64))]), counts(), max_bytes=16)
 
     assert [piece.nbytes for piece in next(parts)] == [16]
     assert read == [4]
 
 
 @given(planes, st.integers(0, 40))
-@example([Plane(0, 0, size, Rows(64)) for size in (10, 10, 1)], 5)
+@example([Plane(0, 0, size, RowStrides(64)) for size in (10, 10, 1)], 5)
 def test_steps_are_all_planes_in_order_none_smaller_than_asked_and_as_many_as_that_allows(planes, step_bytes):
     steps = plane_steps(PlaneTable(planes), step_bytes)
 

@@ -47,7 +47,7 @@ def test_lengths_that_differ_are_refused_before_a_byte_is_written(target, source
 
 
 def run(
-    way: copies.FasterWay, speeds: dict[bool, float], batches: int, nbytes: int = copies.STREAM_BYTES
+    way: copies.StreamingChoice, speeds: dict[bool, float], batches: int, nbytes: int = copies.STREAM_BYTES
 ) -> list[bool]:
     chosen = []
     for _ in range(batches):
@@ -59,20 +59,20 @@ def run(
 @pytest.mark.parametrize("faster", [False, True])
 def test_the_faster_way_is_taken_and_the_other_one_tried_again(faster, monkeypatch):
     monkeypatch.setattr(copies, "compiled", types.ModuleType("_rows"))
-    way = copies.FasterWay()
+    way = copies.StreamingChoice()
     speeds = {faster: 12e9, not faster: 10e9}
 
     chosen = run(way, speeds, 200)
 
-    assert chosen.count(not faster) == way.TRIALS + 200 // way.AGAIN
+    assert chosen.count(not faster) == way.TRIALS + 200 // way.RETRIAL_INTERVAL
     speeds[not faster] = 40e9  # simulates another machine
-    run(way, speeds, 10 * way.AGAIN)
+    run(way, speeds, 10 * way.RETRIAL_INTERVAL)
     assert run(way, speeds, 10).count(faster) <= 1
 
 
 def test_small_batches_stay_in_the_caches_and_teach_nothing(monkeypatch):
     monkeypatch.setattr(copies, "compiled", types.ModuleType("_rows"))
-    way = copies.FasterWay()
+    way = copies.StreamingChoice()
 
     assert not any(run(way, {False: 1e9, True: 1e9}, 10, copies.STREAM_BYTES - 1))
     assert run(way, {False: 1e9, True: 2e9}, 6) == [False] * 3 + [True] * 3
@@ -80,7 +80,7 @@ def test_small_batches_stay_in_the_caches_and_teach_nothing(monkeypatch):
 
 def test_without_the_module_there_is_one_way(monkeypatch):
     monkeypatch.setattr(copies, "compiled", None)
-    assert not any(run(copies.FasterWay(), {False: 1e9}, 10))
+    assert not any(run(copies.StreamingChoice(), {False: 1e9}, 10))
 
 
 def test_a_module_built_from_older_source_is_not_used(monkeypatch):

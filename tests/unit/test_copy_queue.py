@@ -13,7 +13,7 @@ import pytest
 
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory import copies
-from lmcache_async.memory.copies import CopyQueue, Rows
+from lmcache_async.memory.copies import CopyQueue, RowCopy
 from lmcache_async.testing.steps import turns
 from tests.support.processes import open_fds
 
@@ -26,7 +26,7 @@ class Batch:
     """Pieces of several payloads and memories, and what the copy is expected to write."""
 
     def __init__(self, dice: np.random.Generator, *, to_payload: bool) -> None:
-        self.pieces: list[Rows] = []
+        self.pieces: list[RowCopy] = []
         self.targets: list[np.ndarray] = []
         self.expected: list[np.ndarray] = []
         for _ in range(dice.integers(0, 6)):
@@ -52,7 +52,7 @@ class Batch:
         assert all(map(np.array_equal, self.targets, self.expected))
 
 
-def one_row() -> tuple[bytearray, Rows]:
+def one_row() -> tuple[bytearray, RowCopy]:
     """Return a target of one row, and the piece that copies ones to it."""
     target = bytearray(ROW)
     piece = (np.ones(ROW, np.uint8), np.zeros(1, np.int64), target, ROW)

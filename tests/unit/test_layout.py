@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.device.layout import KVLayout
-from lmcache_async.device.planes import Plane, Rows, check_overlap
+from lmcache_async.device.planes import Plane, RowStrides, check_overlap
 from lmcache_async.testing.caches import DTYPES, VLLM_ORDERS, CacheForm, cache_forms
 
 BYTES_PER_LAYER = 16 * 2 * 64 * 2 * 2  # tokens, heads, head size, K and V, bf16
@@ -224,7 +224,7 @@ def test_slot_shapes_are_recognised(shape, block_size, row_bytes):
 def test_slots_at_one_stride_are_a_plane_of_one_level():
     plane = KVLayout.from_token_slots([torch.zeros(2, 6, 4, 3, 8)]).planes[0]
 
-    assert plane.rows == Rows(96)
+    assert plane.rows == RowStrides(96)
 
 
 def test_keys_and_values_may_come_as_pairs():
@@ -298,7 +298,7 @@ def test_two_storages_over_the_same_memory_do_not_bypass_the_check():
 )
 def test_overlap_is_found_exactly(bases, blocks, strides):
     per_block, row_stride, block_stride = strides
-    planes = [Plane(0, base, size, Rows(block_stride, per_block, row_stride)) for base, size in bases]
+    planes = [Plane(0, base, size, RowStrides(block_stride, per_block, row_stride)) for base, size in bases]
     storage = torch.zeros(300, dtype=torch.uint8)
     count = torch.zeros(300)
     for plane, row in itertools.product(planes, range(blocks * per_block)):

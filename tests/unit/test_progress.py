@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_async.device.progress import LoadProgress, Part, PartQueue, current_core, off_core
+from lmcache_async.device.progress import CopyPart, LoadProgress, PartQueue, current_core, off_core
 
 LONG_S = 60  # only a hang takes this long
 
@@ -131,7 +131,7 @@ def test_a_waiting_thread_helps_up_to_the_planes_it_needs(progress):
         progress.advance(planes)
 
     progress.begin()
-    progress.accept_help(work)
+    progress.set_worker(work)
 
     progress.wait(2, deadline=now())
     progress.wait(1, deadline=now())
@@ -143,7 +143,7 @@ def test_a_waiting_thread_helps_up_to_the_planes_it_needs(progress):
 def test_a_waiting_thread_helps_once_and_then_waits(progress, pool):
     asked = []
     progress.begin()
-    progress.accept_help(asked.append)
+    progress.set_worker(asked.append)
 
     waiting = pool.submit(progress.wait, 2, deadline=soon())
     waits(progress)
@@ -166,7 +166,7 @@ def test_a_waiting_thread_helps_on_request(progress, pool):
     waiting = pool.submit(lambda: (progress.wait(3, deadline=soon()), threading.get_ident())[1])
     waits(progress)
 
-    progress.accept_help(work)
+    progress.set_worker(work)
 
     assert waiting.result(LONG_S) == helpers[0]
     assert len(helpers) == 1
@@ -180,7 +180,7 @@ def test_an_ended_load_is_not_helped_and_keeps_nothing_of_the_copy(progress):
     copy = Copy()
     gone = weakref.ref(copy)
     progress.begin()
-    progress.accept_help(copy.work)
+    progress.set_worker(copy.work)
 
     progress.end()
     progress.wait(2, deadline=soon())
@@ -246,7 +246,7 @@ class Gated:
         self.copied = []
         self._errors = errors or {}
         self._gates = [threading.Event() for _ in firsts]
-        parts = [Part(first, partial(self._copy, number)) for number, first in enumerate(firsts)]
+        parts = [CopyPart(first, partial(self._copy, number)) for number, first in enumerate(firsts)]
         self.queue = PartQueue(parts, planes, self.told.put)
 
     def _copy(self, number):
@@ -270,7 +270,7 @@ firsts_of_parts = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(sorted
 @given(firsts_of_parts, st.lists(st.integers(0, 8), max_size=3))
 def test_parts_run_in_order_and_only_those_that_write_to_the_planes_asked_for(firsts, asked):
     run, told = [], []
-    parts = [Part(first, partial(run.append, number)) for number, first in enumerate(firsts)]
+    parts = [CopyPart(first, partial(run.append, number)) for number, first in enumerate(firsts)]
     parts_queue = PartQueue(parts, 6, told.append)
 
     for count, planes in enumerate(asked, 1):
@@ -379,7 +379,7 @@ def test_payloads_are_released_before_their_planes_are_reported_or_the_copy_ends
         held.append(sum(ref() is not None for ref in gone))
 
     payloads = [Payload() for _ in range(3)]
-    parts = [Part(first, partial(copy, payload)) for first, payload in enumerate(payloads)]
+    parts = [CopyPart(first, partial(copy, payload)) for first, payload in enumerate(payloads)]
     gone = [weakref.ref(payload) for payload in payloads]
     parts_queue = PartQueue(parts, 3, count)
     parts_queue.done.add_done_callback(count)

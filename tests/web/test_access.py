@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.metrics.http import Responder, Tokens, is_loopback_name
+from lmcache_async.metrics.http import AccessTokens, Responder, is_loopback_name
 from tests.support.secret_files import secret_file
 from tests.web.fake_source import FakeSource
 
@@ -40,14 +40,14 @@ def basic(password: str, user: str = "me") -> str:
 def test_a_token_is_accepted_as_bearer_and_as_basic_password(
     tmp_path: Path, said: str, allowed: bool
 ) -> None:
-    tokens = Tokens.read(secret_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
+    tokens = AccessTokens.read(secret_file(tmp_path, f"# of the dashboard\n{TOKEN}\n\n{OTHER}\n"))
 
     assert tokens.allow(said) is allowed
     assert TOKEN not in repr(tokens)
 
 
 def test_without_a_file_no_token_is_required() -> None:
-    assert Tokens.read(None).allow("")
+    assert AccessTokens.read(None).allow("")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_without_a_file_no_token_is_required() -> None:
 )
 def test_an_invalid_token_file_is_an_error(tmp_path: Path, text: str, mode: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
-        Tokens.read(secret_file(tmp_path, text, mode))
+        AccessTokens.read(secret_file(tmp_path, text, mode))
 
     assert TOKEN not in str(raised.value)
 
@@ -90,7 +90,7 @@ def test_only_loopback_names_are_accepted_as_host(host: str, ours: bool) -> None
 
 def answers(source: FakeSource, **options: object) -> Responder:
     given = {"loopback": True, "interval_s": 1.0, **options}
-    return Responder(source, [source.sample(), source.sample()], Tokens(), **given)  # type: ignore[arg-type]
+    return Responder(source, [source.sample(), source.sample()], AccessTokens(), **given)  # type: ignore[arg-type]
 
 
 def test_a_response_is_reused_for_many_readers() -> None:

@@ -131,8 +131,8 @@ WAITS = (
     Mutation(
         "a run has no deadline",
         RUNNER,
-        "timer = loop.call_at(deadline, run.give_up)",
-        "timer = loop.call_at(deadline + 1e6, run.give_up)",
+        "timer = loop.call_at(deadline, run.end_at_deadline)",
+        "timer = loop.call_at(deadline + 1e6, run.end_at_deadline)",
         ("tests/unit/test_runner.py",),
     ),
     Mutation(
@@ -159,8 +159,8 @@ WAITS = (
     Mutation(
         "a load that no thread waits for is not copied",
         "lmcache_async/device/cpu.py",
-        "call_later(ALONE_S,",
-        "call_later(ALONE_S + 1e6,",
+        "call_later(UNAWAITED_S,",
+        "call_later(UNAWAITED_S + 1e6,",
         ("tests/unit/test_copier_cpu.py",),
     ),
     Mutation(
