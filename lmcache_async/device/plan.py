@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,7 @@ from lmcache_async.device.planes import Int64s, Plane
 UNBOUNDED = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Entries of one job, consecutive in its payload."""
 
     job: int
