@@ -41,10 +41,12 @@ class PlaneTable:
         # As lists, because NumPy takes a microsecond for a single number.
         self._sizes = [plane.row_bytes for plane in planes]
         self.starts = [0, *itertools.accumulate(self._sizes)]  # bytes of a row before each plane
-        self._bases = np.array([plane.base for plane in planes], np.int64) + np.asarray(origins, np.int64)
-        self._block_strides = np.array([plane.rows.block_stride for plane in planes], np.int64)
-        self._row_strides = np.array([plane.rows.row_stride for plane in planes], np.int64)
-        self._rows_per_block = np.array([plane.rows.rows_per_block for plane in planes], np.int64)
+        # Columns, for a result with a row for each plane.
+        bases = np.array([plane.base for plane in planes], np.int64) + np.asarray(origins, np.int64)
+        self._bases = bases[:, None]
+        self._block_strides = np.array([[plane.rows.block_stride] for plane in planes], np.int64)
+        self._row_strides = np.array([[plane.rows.row_stride] for plane in planes], np.int64)
+        self._rows_per_block = np.array([[plane.rows.rows_per_block] for plane in planes], np.int64)
         self._uniform = bool((self._rows_per_block == 1).all())
 
     def locate(self, job: CheckedJob, start: int, stop: int) -> Int64s:
@@ -53,11 +55,11 @@ class PlaneTable:
         first, last = start // len(rows), -(-stop // len(rows))
         part = slice(first, last)
         if self._uniform:
-            where = self._bases[part, None] + rows * self._block_strides[part, None]
+            where = rows * self._block_strides[part]
         else:
-            blocks, offsets = np.divmod(rows, self._rows_per_block[part, None])
-            where = self._bases[part, None] + blocks * self._block_strides[part, None]
-            where += offsets * self._row_strides[part, None]
+            blocks, offsets = np.divmod(rows, self._rows_per_block[part])
+            where = blocks * self._block_strides[part] + offsets * self._row_strides[part]
+        where += self._bases[part]
         if job.has_skips:
             where[:, rows < 0] = -1
         return where.reshape(-1)[start - first * len(rows) : stop - first * len(rows)]
