@@ -320,8 +320,14 @@ class LMCacheEngine:
         opened = CacheEngine.open(
             self.config, layout=layout, namespace=self.metadata.namespace_of(layout, self.config)
         )
-        self._engine = self._wait(partial(self._exit.enter_async_context, opened))
+
+        async def enter() -> (
+            None
+        ):  # assigned here, because the wait may be interrupted when the engine is open
+            self._engine = await self._exit.enter_async_context(opened)
+
         self._memory = _memory_of(kv_caches)
+        self._wait(enter)
 
     def _wait(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make the call on the loop and return its result. If it is interrupted, it is cancelled and its end awaited.

@@ -442,7 +442,7 @@ def test_tensors_of_a_device_are_copied_on_the_callers_thread(engine, paged, mon
 
 
 class InterruptedWait:
-    """A future whose `result` raises KeyboardInterrupt when the copy has begun."""
+    """A future whose `result` raises KeyboardInterrupt when `begun` is set."""
 
     def __init__(self, future, begun):
         self.future, self.begun = future, begun
@@ -483,10 +483,8 @@ def test_an_interrupt_at_any_point_of_a_wait_ends_the_call(engine, paged):
     """Also between the submission of the call and the wait for it."""
     store(engine, paged)
     traced = {LMCacheEngine._wait.__code__: "line", LoopThread.submit.__code__: "return"}
-    points = 0
 
     def retrieve(interrupted_at):
-        nonlocal points
         points = 0
 
         def trace(frame, event, _):
@@ -505,12 +503,32 @@ def test_an_interrupt_at_any_point_of_a_wait_ends_the_call(engine, paged):
             engine.retrieve(TOKENS, slot_mapping=torch.arange(40))
         finally:
             sys.settrace(former)
+        return points
 
-    retrieve(None)
-    for point in range(1, points + 1):
+    for point in range(1, retrieve(None) + 1):
         with pytest.raises(KeyboardInterrupt):
             retrieve(point)
         assert engine.statistics().running == 0, f"interrupted at point {point}"
+
+
+def test_an_engine_whose_opening_was_interrupted_at_its_end_is_open(paged, tmp_path, monkeypatch):
+    """Opened a second time, it would find its directory in use."""
+    settings = config(tiers=[{"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}])
+    with LMCacheEngine(settings) as engine:
+        submit = engine._loop.submit
+
+        def submit_first(coroutine):
+            monkeypatch.setattr(engine._loop, "submit", submit)
+            future, ended = submit(coroutine), threading.Event()
+            future.add_done_callback(lambda _: ended.set())
+            return InterruptedWait(future, ended)
+
+        monkeypatch.setattr(engine._loop, "submit", submit_first)
+        with pytest.raises(KeyboardInterrupt):
+            engine.attach(paged.caches)
+
+        engine.attach(paged.caches)
+        assert engine.lookup(TOKENS) == 0
 
 
 def test_calls_are_refused_at_once_while_the_engine_closes(paged, monkeypatch):
