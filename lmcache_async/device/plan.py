@@ -58,7 +58,8 @@ class PlaneTable:
             where = rows * self._block_strides[part]
         else:
             blocks, offsets = np.divmod(rows, self._rows_per_block[part])
-            where = blocks * self._block_strides[part] + offsets * self._row_strides[part]
+            where = blocks * self._block_strides[part]
+            where += offsets * self._row_strides[part]
         where += self._bases[part]
         if job.has_skips:
             where[:, rows < 0] = -1
