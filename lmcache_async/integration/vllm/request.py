@@ -323,6 +323,7 @@ class RequestTracker:
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
         self.load_failed = False
         self._admitted = False
+        self._ended = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
         self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
         self._known_boundary = 0  # found by the lookup
@@ -344,6 +345,14 @@ class RequestTracker:
     def known_after(self, scheduled_tokens: int) -> int:
         """Return the number of known tokens whose KV is computed after `scheduled_tokens` further tokens."""
         return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
+
+    def block_table_held(self) -> Callable[[], bool]:
+        """Return a function that returns whether the request has neither ended nor been preempted since this call.
+
+        Until then vLLM frees none of its blocks in groups of full attention.
+        """
+        preemptions = self._request.num_preemptions
+        return lambda: not self._ended and self._request.num_preemptions == preemptions
 
     @property
     def local_tokens(self) -> int:
@@ -661,6 +670,7 @@ class RequestTracker:
 
         Return the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
+        self._ended = True
         full, tail = self._due(computed_tokens)
         spans = self._spans(full, tail, {}, room)
         dropped = max(0, full - self._cursor.next_chunk) + (tail and self._cursor.tail_pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -81,6 +81,18 @@ HASH_WAIT_S = 2.0
 """Time that the last chunks of a finished request wait for their keys, with their blocks pinned."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Pinned:
+    """The blocks that one store reads.
+
+    Attributes:
+        held: Returns whether the request of the store still holds all of the blocks.
+    """
+
+    blocks: Sequence[Any]
+    held: Callable[[], bool]
+
+
 class BlockPins:
     """Pins blocks of vLLM's pool that a store reads, so that they are not reused until every rank has copied them.
 
@@ -93,7 +105,7 @@ class BlockPins:
         self._pool: Any = None
         self._max_blocks = 0
         self._pinned_blocks = 0
-        self._jobs: dict[int, Sequence[Any]] = {}
+        self._jobs: dict[int, _Pinned] = {}
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -112,15 +124,19 @@ class BlockPins:
         self._pool = block_pool
         self._max_blocks = max(1, int(block_pool.num_gpu_blocks * self._max_fraction))
 
-    def pin(self, job_id: int, blocks: Sequence[Any]) -> None:
-        """Pin blocks that a request holds, so that none of them is in the pool's free queue."""
+    def pin(self, job_id: int, blocks: Sequence[Any], held: Callable[[], bool] = lambda: False) -> None:
+        """Pin blocks that a request holds, so that none of them is in the pool's free queue.
+
+        Args:
+            held: Returns whether the request still holds all of the blocks. It may return False although it does.
+        """
         for block in blocks:
             block.ref_cnt += 1
-        self._jobs[job_id] = blocks
+        self._jobs[job_id] = _Pinned(blocks, held)
         self._pinned_blocks += len(blocks)
 
     def unpin(self, job_id: int) -> None:
-        blocks = self._jobs.pop(job_id)
+        blocks = self._jobs.pop(job_id).blocks
         self._pinned_blocks -= len(blocks)
         last: list[Any] = []
         for block in blocks:
@@ -132,10 +148,16 @@ class BlockPins:
             self._pool.free_blocks(reversed(last))  # vLLM evicts in this order: suffixes before prefixes
 
     def would_free(self) -> bool:
-        """Return whether only stores hold some block, so that it becomes free when they end."""
+        """Return whether only stores hold some block, so that it becomes free when they end.
+
+        Only the blocks of requests that have ended or were preempted are examined, because the others are held. The last
+        blocks of a request are examined first, because other requests may share those before them.
+        """
         pinned: Counter[int] = Counter()
-        for blocks in self._jobs.values():
-            for block in blocks:
+        for job in self._jobs.values():
+            if job.held():
+                continue
+            for block in reversed(job.blocks):
                 pinned[block.block_id] += 1
                 if block.ref_cnt == pinned[block.block_id]:
                     return True
@@ -283,7 +305,11 @@ class StoreQueue:
         epoch: int,
         now: float,
     ) -> None:
-        self._pins.pin(job_id, [block for some in blocks for block in some])
+        pinned = [block for some in blocks for block in some]
+        if span is None:  # vLLM frees blocks outside of the window, and former states, while the request runs
+            self._pins.pin(job_id, pinned)
+        else:
+            self._pins.pin(job_id, pinned, tracker.block_table_held())
         self._planned.append(
             _PlannedStore(
                 job_id,

@@ -3,7 +3,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
 
 from lmcache_async.integration.vllm.groups import KVGroup
@@ -32,6 +34,87 @@ def test_only_unshared_blocks_would_become_free(pool: BlockPool, pins: BlockPins
     assert pins.would_free()
 
 
+class Holder:
+    """A request, or what it was before a preemption. It holds its blocks until it is released."""
+
+    def __init__(self, blocks: list[Any]) -> None:
+        self.blocks = blocks
+        self.held = True
+
+
+class SharedBlocks(RuleBasedStateMachine):
+    """Requests share prefixes, pin blocks, and end or are preempted in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=16)
+        self.pins = BlockPins(1.0)
+        self.pins.bind(self.pool)
+        self.holders: list[Holder] = []
+        self.jobs: dict[int, list[Any]] = {}
+        self.next_job = 0
+
+    @rule(shared=st.integers(0, 4), own=st.integers(0, 4), data=st.data())
+    def start(self, shared: int, own: int, data: st.DataObject) -> None:
+        prefix: list[Any] = []
+        if self.holders:
+            prefix = data.draw(st.sampled_from(self.holders)).blocks[:shared]
+        if own <= self.pool.get_num_free_blocks():
+            self.pool.touch(prefix)
+            self.holders.append(Holder([*prefix, *self.pool.get_new_blocks(own)]))
+
+    @precondition(lambda self: self.holders)
+    @rule(start=st.integers(0, 4), count=st.integers(1, 4), windowed=st.booleans(), data=st.data())
+    def pin(self, start: int, count: int, windowed: bool, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.next_job += 1
+        blocks = self.jobs[self.next_job] = holder.blocks[start : start + count]
+        if windowed:
+            self.pins.pin(self.next_job, blocks)
+        else:
+            self.pins.pin(self.next_job, blocks, lambda: holder.held)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.holders.remove(holder)
+        holder.held = False
+        self.pool.free_blocks(reversed(holder.blocks))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.jobs)))
+        del self.jobs[job]
+        self.pins.unpin(job)
+
+    @invariant()
+    def blocks_of_stores_alone_would_become_free(self) -> None:
+        held = {block.block_id for holder in self.holders for block in holder.blocks}
+        pinned = {block.block_id for blocks in self.jobs.values() for block in blocks}
+        assert self.pins.would_free() == (not pinned <= held)
+        assert self.pool.get_num_free_blocks() == 63 - len(pinned | held)
+
+
+TestSharedBlocks = SharedBlocks.TestCase
+
+
+def test_blocks_of_running_requests_are_not_examined(pool: BlockPool, pins: BlockPins):
+    """VLLM asks in a loop, and thousands of blocks may be pinned."""
+
+    class Unreadable:
+        ref_cnt = 0
+
+        @property
+        def block_id(self) -> int:
+            raise AssertionError
+
+    pins.pin(1, [Unreadable()], held=lambda: True)
+
+    assert not pins.would_free()
+
+
 def test_the_end_of_a_prefix_is_freed_so_that_it_is_evicted_first(pool: BlockPool, pins: BlockPins):
     blocks = pool.get_new_blocks(19)
     ids = [block.block_id for block in blocks]
@@ -47,7 +130,9 @@ def queue_of(pins: BlockPins, *groups: KVGroup) -> StoreQueue:
     return StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
 
 
-TRACKER: Any = SimpleNamespace(keys=None, hands_over=False, request_id="long")
+TRACKER: Any = SimpleNamespace(
+    keys=None, hands_over=False, request_id="long", block_table_held=lambda: lambda: True
+)
 
 
 def test_a_boundary_without_room_is_counted_and_reported(pool: BlockPool, pins: BlockPins, caplog):

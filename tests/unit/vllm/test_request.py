@@ -76,6 +76,23 @@ def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:
     assert tracker.offer(0.0, ready=True).tokens == 0
 
 
+@pytest.mark.parametrize("end", ["preempted", "finished"])
+def test_a_request_holds_its_blocks_until_it_ends_or_is_preempted(end: str) -> None:
+    view = View(40)
+    tracker = RequestTracker(view, opened_keys(range(40)), policy())
+    held = tracker.block_table_held()
+    assert held()
+
+    if end == "preempted":
+        view.num_preemptions += 1
+        assert tracker.block_table_held()()  # of the blocks that it is given next
+    else:
+        tracker.finished(0, 0)
+        assert not tracker.block_table_held()()
+
+    assert not held()
+
+
 @pytest.mark.parametrize(
     ("chunks", "queried_at", "answered_at", "now", "asks"),
     [

@@ -966,6 +966,7 @@ def test_source_blocks_are_held_until_every_rank_has_copied_them():
     bench = Bench()
     request = bench.request(16)
     (job,) = bench.step((request, 16)).stores
+    assert not bench.scheduler.would_free_blocks
     bench.finish(request)
 
     assert bench.pool.get_num_free_blocks() == 1000 - 8
