@@ -35,14 +35,14 @@ LAYERWISE = (
     Mutation(
         "blocks that another connector still loads are shared with the next step",
         "lmcache_async/integration/vllm/others.py",
-        "if any(now < load.until for load in shared):",
-        "if False:",
+        "starting or any(now < load.until for load in shared)",
+        "starting",
         TEST_BESIDE_ANOTHER,
     ),
     Mutation(
         "blocks that another connector loads are stored",
         "lmcache_async/integration/vllm/others.py",
-        "                tracker.stores = False\n                start =",
+        "                tracker.stop_storing()\n                start =",
         "                start =",
         TEST_BESIDE_ANOTHER,
     ),

@@ -53,21 +53,26 @@ class OtherLoads:
         self._starting: list[RequestTracker] = []
         self._loads: list[_Load] = []
         self._failed: dict[str, int] = {}  # tokens before the failed load, by request
+        self._reported = False  # the ranks have reported the end of a step
 
-    def matched(self, tracker: RequestTracker, now: float) -> bool:
+    def matched(self, tracker: RequestTracker, now: float, *, connected: bool) -> bool:
         """Record that vLLM has looked up the request in its prefix cache. Return whether the request has to wait.
 
-        The wait ends with the step that fills the blocks. After `WAIT_S` the request continues and is not stored.
+        The wait ends with the step that fills the blocks. After `WAIT_S` the request continues and is not stored. If
+        this connector's engines are off, the end of a step is not known, and the request continues at once.
+
+        Args:
+            connected: Whether this connector's engines are connected.
         """
         self._matched.add(tracker.request_id)
         self._find_starting()
-        if any(tracker.shares(each, each.local_tokens) for each in self._starting):
-            return True
+        starting = any(tracker.shares(each, each.local_tokens) for each in self._starting)
         shared = [load for load in self._loads if tracker.shares(load.tracker, load.start)]
-        if any(now < load.until for load in shared):
+        waits = starting or any(now < load.until for load in shared)
+        if waits and (connected or self._reported):
             return True
-        if shared:
-            tracker.stores = False
+        if starting or shared:
+            tracker.stop_storing()
         return False
 
     def admitted(self, tracker: RequestTracker) -> None:
@@ -88,7 +93,7 @@ class OtherLoads:
             del self._loads[0]
         for tracker in self._starting if may_load else ():
             if tracker.request_id in scheduled:
-                tracker.stores = False
+                tracker.stop_storing()
                 start = tracker.local_tokens
                 blocks = frozenset(self._blocks_after(tracker.request_id, start))
                 self._loads.append(_Load(tracker, start, blocks, step, now + WAIT_S))
@@ -97,7 +102,11 @@ class OtherLoads:
         self._evict_failed()
 
     def step_ended(self, step: int, bad_blocks: set[int]) -> None:
-        """Record that the ranks have reported the end of a step. `bad_blocks` are the ids of blocks that were not loaded."""
+        """Record the end of a step. `step` is its number, or 0 if the ranks have not reported it.
+
+        `bad_blocks` are the ids of blocks that were not loaded.
+        """
+        self._reported = self._reported or step > 0
         loads, self._loads = self._loads, []
         for load in loads:
             if load.blocks & bad_blocks:

@@ -703,6 +703,10 @@ class RequestTracker:
         digests = self.keys.digests(tokens, self._policy.chunk_size)
         return None if digests is None else Promise(self.request_id[:64], tokens, *digests, wait_s)
 
+    def stop_storing(self) -> None:
+        """Store nothing more of the request, because its KV may be wrong."""
+        self.stores = False
+
     def cache_reset(self, keys: RequestKeys | None = None) -> None:
         """The cache was reset. KV computed before the reset is not stored.
 

@@ -935,7 +935,8 @@ class SchedulerConnector:
 
     def _may_be_unfilled(self, tracker: RequestTracker, now: float) -> bool:
         """Return whether the prefix that vLLM has for the request may include blocks that a load of a step still fills."""
-        if self._others is not None and self._others.matched(tracker, now):
+        others = self._others
+        if others is not None and others.matched(tracker, now, connected=self._client.connected):
             return True
         local = tracker.local_tokens
         return any(load.job.layerwise and load.local_tokens < local for load in self._loads.values())

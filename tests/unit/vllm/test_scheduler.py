@@ -817,6 +817,32 @@ def test_a_request_that_has_waited_too_long_for_another_connector_is_not_stored(
     assert bench.step((other, 40)).stores == ()
 
 
+def test_a_request_does_not_wait_for_another_connector_while_the_own_engines_are_off():
+    """The end of a step is not reported then. The request is not stored if the engines are connected later."""
+    bench = Bench(beside_others=True)
+    bench.client.ready = bench.client.connected = False
+    others = [bench.request(40, params={"skip_load": True}) for _ in range(2)]
+    loaded = loaded_by_another(bench)
+
+    assert bench.scheduler.match(others[0], 4) == (0, False)
+    bench.step((loaded, 30), loads=True)
+    assert bench.scheduler.match(others[1], 4) == (0, False)
+    bench.client.ready = bench.client.connected = True
+    for other in others:
+        bench.allocate(other, 0, 40)
+        assert bench.step((other, 40)).stores == ()
+
+
+def test_a_request_waits_for_another_connector_while_a_connection_is_lost():
+    bench = Bench(beside_others=True)
+    other = bench.request(40, params={"skip_load": True})
+    bench.report(step=bench.step((bench.request(40, params={"skip_load": True}), 40)).step)
+    bench.client.ready = bench.client.connected = False
+    bench.step((loaded_by_another(bench), 30), loads=True)
+
+    assert bench.scheduler.match(other, 4) == (None, False)
+
+
 def test_blocks_that_another_connector_failed_to_load_leave_vllms_prefix_cache():
     """So does what vLLM computes for the request afterwards."""
     bench = Bench(beside_others=True)
