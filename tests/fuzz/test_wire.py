@@ -28,6 +28,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     encode,
 )
 from tests.fuzz.effort import effort, keep_at_it
+from tests.support.request_keys import ONE_GROUP
 
 IDENTITY = Identity(PROTOCOL, b"r" * 16, "xxh3_128", 8, 2)
 NAMES = [
@@ -314,7 +315,9 @@ def test_an_answer_longer_than_the_query_is_cut():
         chain.extend(37, lambda: None)
         lookup = Lookup("r#1", 37, 0, 0.0, 0)
         try:
-            answer = asyncio.run(Query([Rank(one) for one in said])(chain, lookup, chain.end_candidates()))
+            answer = asyncio.run(
+                Query([Rank(one) for one in said], ONE_GROUP)(chain, lookup, chain.end_candidates())
+            )
         except ValueError:
             return
         assert 0 <= answer.chunks <= 4

@@ -131,7 +131,7 @@ class _Loop:
 async def _load(cache: PromptCache, engine: CacheEngine) -> None:
     """Load the prompt as the vLLM connector does."""
     # vLLM is imported here, because the other calls do not need it.
-    from lmcache_async.integration.vllm.groups import KVGroup
+    from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
     from lmcache_async.integration.vllm.jobs import Job, JobPart
     from lmcache_async.integration.vllm.worker import Transfers
 
@@ -144,7 +144,7 @@ async def _load(cache: PromptCache, engine: CacheEngine) -> None:
         _Loop(),
         rank=0,
         chunk_size=form.chunk_size,
-        groups=(KVGroup(0, form.block_size),),
+        groups=KVGroups((KVGroup(0, form.block_size),)),
         layout=cache.layout,
     )
     transfers.load([Job(1, "r", "", 0, (part,))])

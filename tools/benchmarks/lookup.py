@@ -27,6 +27,7 @@ import uvloop
 from lmcache_async.bench.measure import Case, Frame, Probe, Row
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.hashing import ChunkHasher, RequestNamespace
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, LookupServer, encode
@@ -290,7 +291,10 @@ def _other_process(stored: Stored, message_bytes: int) -> Iterator[Places]:
 @contextlib.contextmanager
 def _client(stored: Stored, places: Places) -> Iterator[LookupClient]:
     client = LookupClient(
-        [places.lookups], chunk_size=stored.chunk_size, block_size=BLOCK_SIZE, lookup_timeout_s=_ANSWER_S
+        [places.lookups],
+        chunk_size=stored.chunk_size,
+        groups=KVGroups((KVGroup(0, BLOCK_SIZE),)),
+        lookup_timeout_s=_ANSWER_S,
     )
     try:
         deadline = time.monotonic() + _START_S

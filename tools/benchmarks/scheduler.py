@@ -242,7 +242,7 @@ class Driver:
 
 @contextlib.contextmanager
 def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
-    from lmcache_async.integration.vllm.groups import KVGroup
+    from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
     from lmcache_async.integration.vllm.lookup import LookupClient
     from lmcache_async.integration.vllm.request import Roles
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
@@ -250,8 +250,8 @@ def scheduler_of(load: Workload, path: Path) -> Iterator[Any]:
     config = load_config(
         env={}, extra={"chunk_size": CHUNK, "vllm": {"lookup_timeout_s": 10, "max_pinned_fraction": 1}}
     )
-    client = LookupClient([path], chunk_size=CHUNK, block_size=load.block_size, lookup_timeout_s=10.0)
-    groups = (KVGroup(0, load.block_size),)
+    groups = KVGroups((KVGroup(0, load.block_size),))
+    client = LookupClient([path], chunk_size=CHUNK, groups=groups, lookup_timeout_s=10.0)
     side = SchedulerConnector(config, groups=groups, world_size=1, roles=Roles(), client=client)
     try:
         while not client.ready:

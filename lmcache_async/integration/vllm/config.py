@@ -6,7 +6,7 @@ import hashlib
 import logging
 import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +27,7 @@ from lmcache_async.hashing import (
 from lmcache_async.integration.vllm.groups import (
     HeadShard,
     KVGroup,
-    block_size_of,
-    groups_of,
+    KVGroups,
     kind_of,
     specs_of,
 )
@@ -100,7 +99,7 @@ def awaited_tokens(config: EngineConfig, vllm_config: Any) -> int:
     return config.vllm.layerwise_max_tokens
 
 
-def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KVGroup]) -> int:
+def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: KVGroups) -> int:
     """Return the longest hit, in tokens, that is loaded by the step that uses it; 0 for none.
 
     After a failed load, vLLM computes from the first failed block on. It supports this only for models with one group,
@@ -110,7 +109,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: Sequence[KV
     """
     wanted = config.vllm.layerwise_load
     on_cpu = vllm_config.device_config.device_type == "cpu"
-    if len(groups) > 1 or not groups[0].is_full or not (wanted == "always" or (wanted == "auto" and on_cpu)):
+    if not groups.is_one_full or not (wanted == "always" or (wanted == "auto" and on_cpu)):
         return 0
     obstacle = ""
     if (
@@ -260,7 +259,7 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
         hash_key=config.read_hash_key(),
         extra=(
             ("attention", _attention(vllm_config, kv_cache_config)),
-            ("block_size", str(block_size_of(groups_of(kv_cache_config)))),
+            ("block_size", str(KVGroups.of(kv_cache_config).block_size)),
             ("kv_cache_dtype", str(cache.cache_dtype)),
             ("kv_cache_layout", str(kv_cache_config.kv_cache_layout)),
             ("model_config", _digest(model.hf_config.to_dict())),
@@ -273,15 +272,13 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, config: EngineConfig, l
     )
 
 
-def group_namespace(
-    namespace: Namespace, group: KVGroup, groups: Sequence[KVGroup], layout_text: str
-) -> Namespace:
+def group_namespace(namespace: Namespace, group: KVGroup, groups: KVGroups, layout_text: str) -> Namespace:
     """Return the namespace of one KV group, given the namespace of the model.
 
     A single group of full attention has the namespace of the model, with its layout.
     """
     own = replace(namespace, layout=layout_text)
-    if len(groups) == 1 and group.is_full:
+    if groups.is_one_full:
         return own
     return replace(own, extra=(*own.extra, ("kv_group", f"{group.index} of {len(groups)}, {group.kind}")))
 
@@ -448,7 +445,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
             f"{described}, and vLLM keeps recurrent states in mode {min(modes)!r}. Start vLLM with"
             " --enable-prefix-caching --mamba-cache-mode align"
         )
-    if kv_cache_config.cache_hit_alignment_tokens not in (None, block_size_of(groups_of(kv_cache_config))):
+    if kv_cache_config.cache_hit_alignment_tokens not in (None, KVGroups.of(kv_cache_config).block_size):
         return f"{described}, with hits that end inside of a block"
     return None
 

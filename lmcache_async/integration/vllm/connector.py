@@ -19,8 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from lmcache_async.integration.vllm.config import layerwise_always, unsupported_reason, uses_tcp
+from lmcache_async.integration.vllm.config import (
+    engine_config,
+    layerwise_always,
+    unsupported_reason,
+    uses_tcp,
+)
 from lmcache_async.integration.vllm.events import hit_sources, kv_events
+from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
 from lmcache_async.integration.vllm.versions import CacheHitSource
@@ -59,19 +65,22 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if reason is not None:
             if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
-        elif role == KVConnectorRole.SCHEDULER:
+            return
+        groups = KVGroups.of(kv_cache_config)
+        config = engine_config(vllm_config, groups.block_size)
+        if role == KVConnectorRole.SCHEDULER:
             _recompute_failed_loads(configs)
             from lmcache_async.integration.vllm.scheduler import SchedulerConnector
 
             self.scheduler = SchedulerConnector.of_vllm(
-                vllm_config, kv_cache_config, beside_others=self._beside_others
+                vllm_config, kv_cache_config, config, groups, beside_others=self._beside_others
             )
             if self.scheduler.roles.loads:
                 _defer_frees(configs)
         else:
             from lmcache_async.integration.vllm.worker import WorkerConnector
 
-            self.worker = WorkerConnector.of_vllm(vllm_config, kv_cache_config)
+            self.worker = WorkerConnector.of_vllm(vllm_config, kv_cache_config, config, groups)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,47 @@ class KVGroup:
         return first - first % self.block_size
 
 
+class KVGroups:
+    """The KV groups of a model, and what follows from them.
+
+    Attributes:
+        full: The groups that are stored chunk by chunk, the leading one first.
+        bounded: The groups that are stored at boundaries.
+        leading: The group whose namespace is the root of the chunk keys: one of full attention, if there is any.
+        block_size: Tokens that fill whole blocks of every group.
+        has_states: Whether a group is a recurrent state, so that vLLM chooses the boundaries.
+        is_one_full: Whether the model has a single group, of full attention.
+    """
+
+    def __init__(self, groups: Iterable[KVGroup]) -> None:
+        self._all = tuple(groups)
+        self.full = [group for group in self._all if group.is_full]
+        self.bounded = [group for group in self._all if not group.is_full]
+        self.leading = next(iter(self.full), self._all[0])
+        self.block_size = math.lcm(*(group.block_size for group in self._all))
+        self.has_states = any(group.state for group in self._all)
+        self.is_one_full = len(self._all) == 1 and not self.bounded
+
+    @classmethod
+    def of(cls, kv_cache_config: Any) -> KVGroups:
+        """The groups of a model, from vLLM's KV cache configuration."""
+        return cls(_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
+
+    def __iter__(self) -> Iterator[KVGroup]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> KVGroup:
+        return self._all[index]
+
+    def last_boundary(self, num_tokens: int, chunk_size: int, *, partial_chunks: bool) -> int:
+        """The last position where a request of `num_tokens` tokens can continue. One token is left to compute."""
+        unit = self.block_size if partial_chunks else chunk_size
+        return (num_tokens - 1) // unit * unit
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShard:
     """A part of the KV heads of a model. A rank has one or more, each with an engine and records of its own."""
@@ -69,11 +110,6 @@ class HeadShard:
         """First head and number of heads of this shard, among the `heads` of its rank."""
         count = heads // self.shards_of_rank
         return self.position * count, count
-
-
-def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """The KV groups of the model."""
-    return tuple(_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
 
 
 def _group(index: int, group: Any) -> KVGroup:
@@ -96,21 +132,6 @@ def _state_text(spec: Any) -> str:
 
 def kind_of(spec: Any) -> str:
     return type(spec).__name__
-
-
-def leading_group(groups: Sequence[KVGroup]) -> KVGroup:
-    """Return the group whose namespace is the root of the chunk keys: one of full attention, if there is any."""
-    return next(iter(full_groups(groups)), groups[0])
-
-
-def full_groups(groups: Iterable[KVGroup]) -> list[KVGroup]:
-    """The groups that are stored chunk by chunk, the leading one first."""
-    return [group for group in groups if group.is_full]
-
-
-def block_size_of(groups: Sequence[KVGroup]) -> int:
-    """Tokens that fill whole blocks of every group."""
-    return math.lcm(*(group.block_size for group in groups))
 
 
 def specs_of(kv_cache_config: Any) -> Iterator[Any]:

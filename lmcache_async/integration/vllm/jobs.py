@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_async.integration.vllm.events import Notice
-from lmcache_async.integration.vllm.groups import KVGroup, leading_group
-from lmcache_async.integration.vllm.keys import RequestKeys
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
+from lmcache_async.integration.vllm.keys import RequestKeys, Tail
 from lmcache_async.integration.vllm.lookup_server import LookupServer, TCPAddress
 from lmcache_async.integration.vllm.request import LoadSpan
 from lmcache_async.types import KEY_BYTES, BlockIds, Chunk, ChunkKey, RequestPlan
@@ -42,8 +42,8 @@ class JobPart:
             be loaded, so that all blocks fail.
         texts: Extra text of the chunks that have one, by index in the part.
         block_ids: Block ids, int64; SKIP for a block that is not touched.
-        parents: Per rank, the key of the chunk before the first one; empty if there is none, and for stored partial chunks
-            and groups other than the leading one.
+        parents: Per rank, the key of the chunk before the first one; empty if there is none, and for groups other than
+            the leading one.
     """
 
     group: int
@@ -103,7 +103,7 @@ class Job:
     def touched_blocks(self) -> list[int]:
         return [block for part in self.parts for block in part.touched_blocks()]
 
-    def first_token_in(self, blocks: set[int], groups: Sequence[KVGroup]) -> int | None:
+    def first_token_in(self, blocks: set[int], groups: KVGroups) -> int | None:
         """Position of the first token with a block in `blocks` in any group; None if there is none."""
         positions = [
             part.start + index * groups[part.group].block_size
@@ -120,7 +120,7 @@ def load_job(
     keys: RequestKeys,
     span: LoadSpan,
     block_ids: Sequence[Sequence[int]],
-    groups: Sequence[KVGroup],
+    groups: KVGroups,
     *,
     chunk_size: int,
 ) -> Job:
@@ -130,13 +130,34 @@ def load_job(
 
     `block_ids` is the block table of the request for each group, from its first token on.
     """
-    leading = leading_group(groups)
-    parts = tuple(
-        _load_part(keys, span, ids, group, chunk_size, leading=group is leading)
-        if group.is_full or span.answer is None
-        else _boundary_part(keys, span, ids, group)
-        for ids, group in zip(block_ids, groups, strict=True)
-    )
+
+    def blocks(group: KVGroup, start: int, stop: int) -> bytes:
+        """The blocks of the tokens `start`..`stop`."""
+        begin, end = start // group.block_size, stop // group.block_size
+        first = max(begin, span.local // group.block_size)
+        last = min(end, span.hit // group.block_size)
+        table = block_ids[group.index]
+        return pack_blocks([*[SKIP] * (first - begin), *table[first:last], *[SKIP] * (end - last)])
+
+    answer = span.answer
+    if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
+        firsts = [span.local // group.block_size for group in groups]
+        parts = tuple(
+            JobPart(group.index, first * group.block_size, b"", (), (), pack_blocks(ids[first:]))
+            for group, first, ids in zip(groups, firsts, block_ids, strict=True)
+        )
+    else:
+        first, stop = span.local // chunk_size, min(answer.chunks, -(-span.hit // chunk_size))
+        end, partial = stop * chunk_size, None
+        if span.hit > end and answer.partial_keys:  # there are none without full attention
+            partial = Tail(end, answer.partial_tokens, answer.partial_keys, answer.partial_text)
+            end += answer.partial_tokens
+        tables = [blocks(group, first * chunk_size, end) for group in groups.full]
+        ends = [blocks(group, group.first_needed(span.hit), span.hit) for group in groups.bounded]
+        parts = (
+            *chunk_parts(keys, groups, first, stop, partial, tables, chunk_size=chunk_size),
+            *boundary_parts(keys, groups, span.hit, ends),
+        )
     return Job(
         job_id=job_id,
         request_id=keys.request_id,
@@ -148,65 +169,61 @@ def load_job(
     )
 
 
-def _load_part(
+def chunk_parts(
     keys: RequestKeys,
-    span: LoadSpan,
-    block_ids: Sequence[int],
-    group: KVGroup,
-    chunk_size: int,
+    groups: KVGroups,
+    first: int,
+    stop: int,
+    partial: Tail | None,
+    block_ids: Sequence[bytes],
     *,
-    leading: bool,
-) -> JobPart:
-    answer, block_size = span.answer, group.block_size
-    if answer is None:  # the load cannot be planned: all blocks after the local tokens are reported as failed
-        first_block = span.local // block_size
-        return JobPart(
-            group.index, first_block * block_size, b"", (), (), pack_blocks(block_ids[first_block:])
-        )
-    first = span.local // chunk_size
-    stop = min(answer.chunks, -(-span.hit // chunk_size))
+    chunk_size: int,
+) -> tuple[JobPart, ...]:
+    """Return the full chunks `first`..`stop` and the partial chunk after them, in each group of full attention.
+
+    `block_ids` are the blocks of these chunks in each of these groups.
+    """
     packed, texts = keys.packed_keys(first, stop), keys.texts_of(first, stop)
-    end = stop * chunk_size
-    if span.hit > end and answer.partial_tokens:
-        packed = tuple(full + partial for full, partial in zip(packed, answer.partial_keys, strict=True))
-        if answer.partial_text:
-            texts[stop - first] = answer.partial_text
-        end += answer.partial_tokens
-    start = first * chunk_size
-    first_block, last_block = span.local // block_size, span.hit // block_size
-    rows = [SKIP] * (first_block - start // block_size)
-    rows += block_ids[first_block:last_block]
-    rows += [SKIP] * (end // block_size - last_block)
-    return JobPart(
-        group=group.index,
-        start=start,
-        tokens=keys.packed_tokens(start, end),
-        keys=packed if leading else keys.chunk_keys(group, packed),
-        texts=tuple(texts.items()),
-        block_ids=pack_blocks(rows),
-        parents=keys.packed_keys(first - 1, first) if leading and first else (),
+    start, end = first * chunk_size, stop * chunk_size
+    if partial is not None:
+        packed = tuple(full + key for full, key in zip(packed, partial.keys, strict=True))
+        if partial.text:
+            texts[stop - first] = partial.text
+        end += partial.num_tokens
+    tokens = keys.packed_tokens(start, end)
+    return tuple(
+        JobPart(
+            group=group.index,
+            start=start,
+            tokens=tokens,
+            keys=packed if group is groups.leading else keys.chunk_keys(group, packed),
+            texts=tuple(texts.items()),
+            block_ids=ids,
+            parents=keys.packed_keys(first - 1, first) if first and group is groups.leading else (),
+        )
+        for group, ids in zip(groups.full, block_ids, strict=True)
     )
 
 
-def _boundary_part(keys: RequestKeys, span: LoadSpan, block_ids: Sequence[int], group: KVGroup) -> JobPart:
-    """Return the chunks that a group other than full attention needs at the end of a span, without blocks before it."""
-    start = group.first_needed(span.hit)
-    first, last = start // group.block_size, span.hit // group.block_size
-    known = max(0, span.local // group.block_size - first)
-    rows = [SKIP] * known + [*block_ids[first + known : last]]
-    return boundary_part(keys, group, span.hit, pack_blocks(rows))
+def boundary_parts(
+    keys: RequestKeys, groups: KVGroups, boundary: int, block_ids: Sequence[bytes]
+) -> tuple[JobPart, ...]:
+    """Return the chunks that the groups other than full attention need to continue after `boundary` tokens.
 
-
-def boundary_part(keys: RequestKeys, group: KVGroup, boundary: int, block_ids: bytes) -> JobPart:
-    """The chunks that a group other than full attention needs to continue after `boundary` tokens, with their blocks."""
-    start = group.first_needed(boundary)
-    return JobPart(
-        group=group.index,
-        start=start,
-        tokens=keys.packed_tokens(start, boundary),
-        keys=keys.boundary_keys(group, boundary),
-        texts=(),
-        block_ids=block_ids,
+    `block_ids` are the blocks of these chunks in each of these groups. A group that needs none has no part.
+    """
+    before = keys.keys_before(boundary) if any(block_ids) else ()
+    return tuple(
+        JobPart(
+            group=group.index,
+            start=group.first_needed(boundary),
+            tokens=keys.packed_tokens(group.first_needed(boundary), boundary),
+            keys=keys.boundary_keys(group, boundary, before),
+            texts=(),
+            block_ids=ids,
+        )
+        for group, ids in zip(groups.bounded, block_ids, strict=True)
+        if ids
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from lmcache_async.hashing import RequestNamespace, hash_key_id
-from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups
+from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.keys import PIECE_TOKENS, AdapterFingerprints, Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import Costs, slowest, unpack_costs
 from lmcache_async.integration.vllm.lookup_server import (
@@ -184,7 +184,7 @@ class LookupClient:
 
     Args:
         addresses: Address of the lookup server of each rank; None if `set_addresses` sets it later.
-        groups: KV groups of the model; empty for a single group of full attention.
+        groups: KV groups of the model.
         partial_chunks: Whether prompts are stored up to their last whole block, here and by producers of promises.
         hash_key: Secret of the ranks' keyed hash; b"" for none.
         adapter_algorithm: Hash algorithm of the chunk keys, used for adapter fingerprints too.
@@ -200,16 +200,15 @@ class LookupClient:
         addresses: Sequence[Address | None],
         *,
         chunk_size: int,
-        block_size: int,
         lookup_timeout_s: float,
-        groups: Sequence[KVGroup] = (),
+        groups: KVGroups,
         partial_chunks: bool = True,
         hash_key: bytes = b"",
         adapter_algorithm: str = "xxh3_128",
         clock: Callable[[], float] = time.monotonic,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self._expected = (chunk_size, block_size, hash_key_id(hash_key))
+        self._expected = (chunk_size, groups.block_size, hash_key_id(hash_key))
         self._hash_key = hash_key
         self._timeout_s = lookup_timeout_s
         self._clock = clock
@@ -798,17 +797,14 @@ class Query:
     def __init__(
         self,
         ranks: Sequence[RankConnection],
-        groups: Sequence[KVGroup] = (),
+        groups: KVGroups,
         *,
         partial_chunks: bool = True,
     ) -> None:
         self.ranks = ranks
-        self._bounded = [group for group in groups if not group.is_full]
-        self._further = full_groups(groups)[1:]
-        self._unit = block_size_of(groups) if groups else 0
-        self._has_chunks = not groups or len(self._bounded) < len(groups)
-        self._has_states = any(group.state for group in groups)
-        self._partial_chunks = partial_chunks or self._has_states
+        self._groups = groups
+        self._further = groups.full[1:]
+        self._partial_chunks = partial_chunks or groups.has_states
 
     async def __call__(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Return the longest stored prefix that every KV group can serve on every rank.
@@ -819,28 +815,28 @@ class Query:
         Raises:
             ValueError: The answer of a rank is invalid, or the keys exceed a message.
         """
-        if self._has_chunks:
+        if self._groups.full:
             answer = await self._prefix(keys, lookup, ends, self.ranks)
         else:
             full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
             answer = Answer(chunks=full, partial_tokens=rest, resident=True)
-        if not self._bounded or answer.boundary is not None:
+        if not self._groups.bounded or answer.boundary is not None:
             return answer
         return await self._with_boundary(keys, lookup, answer)
 
     def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
         """Look up in host memory of the only rank, which is in this process. None if the answer needs another query."""
         memory = server.memory()
-        if memory is None or not self._has_chunks:
+        if memory is None or not self._groups.full:
             return None
         local = _LocalRank(lambda message: server.answer(message, memory))
         answer = _run_at_once(self._prefix(keys, lookup, keys.end_candidates(), [local]))
         answer = replace(answer, pinned=False)
         size, unit = keys.identity.chunk_size, keys.identity.block_size
         hit = answer.hit_tokens(size)
-        if self._bounded and hit and answer.boundary is None:
+        if self._groups.bounded and hit and answer.boundary is None:
             return None
-        whole = hit > lookup.num_tokens - bool(self._bounded) - unit
+        whole = hit > lookup.num_tokens - bool(self._groups.bounded) - unit
         return answer if whole or memory.certain else None
 
     async def is_stored(self, keys: RequestKeys, chunk: Sequence[bytes]) -> bool:
@@ -852,9 +848,11 @@ class Query:
     def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
         """Whether an answer has all promised tokens that the request can use."""
         tokens = promise.tokens
-        if self._bounded:
-            unit = self._unit if self._partial_chunks else chunk_size
-            tokens = min(tokens, (lookup.num_tokens - 1) // unit * unit)
+        if self._groups.bounded:
+            last = self._groups.last_boundary(
+                lookup.num_tokens, chunk_size, partial_chunks=self._partial_chunks
+            )
+            tokens = min(tokens, last)
         return answer.hit_tokens(chunk_size) >= tokens
 
     async def _with_boundary(self, keys: RequestKeys, lookup: Lookup, answer: Answer) -> Answer:
@@ -887,11 +885,11 @@ class Query:
         ends of chunks before them. With recurrent states they are all block boundaries, because vLLM may offer a state at
         any of them. At least one token is left to compute.
         """
-        size, unit = keys.identity.chunk_size, self._unit
+        size, unit = keys.identity.chunk_size, self._groups.block_size
         last = min(num_tokens, lookup.num_tokens - 1) // unit * unit
         if last <= 0:
             return []
-        start = 0 if self._has_states else max(0, last - LAST_BLOCKS * unit) // size * size
+        start = 0 if self._groups.has_states else max(0, last - LAST_BLOCKS * unit) // size * size
         return [*range(last, start, -unit), *range(start, 0, -size)]
 
     def _boundary_keys(self, keys: RequestKeys, boundaries: Sequence[int]) -> list[list[bytes]]:
@@ -899,7 +897,7 @@ class Query:
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
             before = keys.keys_before(boundary)
-            for group in self._bounded:
+            for group in self._groups.bounded:
                 for rank, made in enumerate(keys.boundary_keys(group, boundary, before)):
                     packed[rank][index] += made
         return packed
@@ -920,7 +918,9 @@ class Query:
         chunks, records = lookup.num_tokens // keys.identity.chunk_size, 1 + len(self._further)
         packed = self._records(keys, keys.packed_keys(0, chunks))
         boundaries = (
-            self._candidates(keys, lookup, lookup.num_tokens)[:SENT_BOUNDARIES] if self._bounded else []
+            self._candidates(keys, lookup, lookup.num_tokens)[:SENT_BOUNDARIES]
+            if self._groups.bounded
+            else []
         )
         messages: list[Message] = [
             {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
+from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit, Verdict
 from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
@@ -97,7 +97,7 @@ class RequestPolicy:
     """
 
     chunk_size: int
-    groups: tuple[KVGroup, ...]
+    groups: KVGroups
     partial_chunks: bool
     generated_tokens: bool
     lookup_timeout_s: float
@@ -106,34 +106,14 @@ class RequestPolicy:
     layerwise_tokens: int
     decide: Callable[..., Verdict]
 
-    @property
-    def block_size(self) -> int:
-        """Tokens that fill whole blocks of every group."""
-        return block_size_of(self.groups)
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether a group of full attention is stored chunk by chunk."""
-        return any(group.is_full for group in self.groups)
-
-    @property
-    def only_full(self) -> bool:
-        """Whether the model has nothing but full attention, so that a hit may end at any block."""
-        return all(group.is_full for group in self.groups)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether a group is a recurrent state, so that vLLM chooses the boundaries."""
-        return any(group.state for group in self.groups)
-
     def blocks_of(self, num_tokens: int) -> int:
         """Return the number of blocks of `num_tokens` tokens, over all groups that are stored chunk by chunk."""
-        return sum(num_tokens // group.block_size for group in self.groups if group.is_full)
+        return sum(num_tokens // group.block_size for group in self.groups.full)
 
     def tail_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens of a prompt's partial chunk: the whole blocks after its last full chunk."""
         rest = num_prompt_tokens % self.chunk_size
-        return rest - rest % self.block_size if self.partial_chunks and self.has_chunks else 0
+        return rest - rest % self.groups.block_size if self.partial_chunks and self.groups.full else 0
 
     def boundaries(self, num_prompt_tokens: int) -> list[int]:
         """Return the positions where the same prompt or a longer one can continue, ascending.
@@ -141,15 +121,16 @@ class RequestPolicy:
         At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
         chunks. With a recurrent state none is known in advance; see `RequestTracker.states_offered`.
         """
-        if self.only_full or self.has_states:
+        if not self.groups.bounded or self.groups.has_states:
             return []
         found = {self.last_boundary(num_prompt_tokens), self.last_boundary(num_prompt_tokens + 1)}
         return sorted(found - {0})
 
     def last_boundary(self, num_prompt_tokens: int) -> int:
         """The last position where the same prompt can continue. One token is left to compute."""
-        unit = self.block_size if self.partial_chunks else self.chunk_size
-        return (num_prompt_tokens - 1) // unit * unit
+        return self.groups.last_boundary(
+            num_prompt_tokens, self.chunk_size, partial_chunks=self.partial_chunks
+        )
 
 
 class RequestView(Protocol):
@@ -366,7 +347,7 @@ class RequestTracker:
 
     def shares(self, other: RequestTracker, start: int) -> bool:
         """Return whether the prefix that vLLM has for this request may include the block of `other` after `start` tokens."""
-        stop = start + self._policy.block_size
+        stop = start + self._policy.groups.block_size
         return self._local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
 
     def tokens_by_tier(self, num_tokens: int) -> Mapping[str, int]:
@@ -408,7 +389,8 @@ class RequestTracker:
     def local_suffices(self) -> bool:
         """Whether vLLM has every token of the request that it can use from a cache."""
         return (
-            self._local_tokens >= (self.num_tokens - 1) // self._policy.block_size * self._policy.block_size
+            self._local_tokens
+            >= (self.num_tokens - 1) // self._policy.groups.block_size * self._policy.groups.block_size
         )
 
     def waits_for_keys(self, now: float, *, connected: bool) -> bool:
@@ -465,8 +447,8 @@ class RequestTracker:
         if state.answered is None:
             return False
         hit = state.answered.answer.hit_tokens(self._policy.chunk_size)
-        usable = state.lookup.num_tokens - (not self._policy.only_full)  # see `boundaries`
-        complete = hit > usable - self._policy.block_size
+        usable = state.lookup.num_tokens - bool(self._policy.groups.bounded)  # see `boundaries`
+        complete = hit > usable - self._policy.groups.block_size
         limit = self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S
         # The answer of a slow lookup is used for some time too; otherwise the lookup would be repeated without end.
         used_for = now - state.answered.answered_at
@@ -640,7 +622,7 @@ class RequestTracker:
     def shared_tokens(self) -> int:
         """Number of leading tokens in chunks that another request has stored, if more than the usable hit; else 0."""
         answer = self._lookup.answer if self._lookup is not None else None
-        if answer is None or not self._policy.has_chunks:
+        if answer is None or not self._policy.groups.full:
             return 0
         size = self._policy.chunk_size
         shared = answer.chunks * size
@@ -652,7 +634,7 @@ class RequestTracker:
         self._boundaries = sorted(
             boundary
             for boundary in boundaries
-            if boundary % self._policy.block_size == 0
+            if boundary % self._policy.groups.block_size == 0
             and boundary != known
             and (self._policy.generated_tokens or boundary <= prompt)
         )
@@ -660,9 +642,8 @@ class RequestTracker:
     def junction_found(self, num_tokens: int) -> None:
         """Add a boundary at the last end of a chunk within `num_tokens` leading tokens, which other requests share."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
-        if boundary and not (
-            self._policy.only_full or self._policy.has_states or boundary in self._boundaries
-        ):
+        groups = self._policy.groups
+        if boundary and groups.bounded and not (groups.has_states or boundary in self._boundaries):
             self._boundaries = sorted([*self._boundaries, boundary])
 
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
@@ -737,7 +718,7 @@ class RequestTracker:
 
     def _due(self, computed_tokens: int) -> tuple[int, bool]:
         """Number of full chunks that are computed, and whether the prompt's partial end is to be stored now."""
-        if not self._may_store_now or not self._policy.has_chunks:
+        if not self._may_store_now or not self._policy.groups.full:
             return 0, False
         prompt = self.keys.num_prompt_tokens
         limit = computed_tokens if self._policy.generated_tokens else min(computed_tokens, prompt)
@@ -780,7 +761,7 @@ class RequestTracker:
     def _promised_tokens(self) -> int:
         """Return the number of leading prompt tokens, stored or being stored, after which a consumer can continue."""
         tokens = self._tokens_in_chunks()
-        if self._policy.only_full:
+        if not self._policy.groups.bounded:
             return tokens
         end = min(tokens, self._policy.last_boundary(self.keys.num_prompt_tokens))
         return tokens if end in self._cursor.boundaries.values() else 0

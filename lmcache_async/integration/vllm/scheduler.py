@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
 from collections import Counter, deque
@@ -14,21 +15,20 @@ from lmcache_async.engine.check import tier_capabilities
 from lmcache_async.hashing import Extra
 from lmcache_async.integration.vllm.config import (
     awaited_tokens,
-    engine_config,
     head_shards,
     layerwise_tokens,
     roles_of,
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import MAX_NOTICES, Notice
-from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups, groups_of
+from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import (
     SKIP,
     Job,
-    JobPart,
     StepMetadata,
     WorkerReport,
-    boundary_part,
+    boundary_parts,
+    chunk_parts,
     load_job,
     pack_blocks,
 )
@@ -170,12 +170,14 @@ class _PlannedStore:
 
     Attributes:
         span: Chunks to store in the groups of full attention; None to store the other groups at `boundary`.
+        num_tokens: Number of leading tokens whose keys are needed.
     """
 
     job_id: int
     keys: RequestKeys
     span: StoreSpan | None
     boundary: int
+    num_tokens: int
     epoch: int
     block_ids: tuple[bytes, ...]
     deadline: float
@@ -192,7 +194,7 @@ class StoreQueue:
         self,
         pins: BlockPins,
         metrics: SchedulerMetrics,
-        groups: Sequence[KVGroup],
+        groups: KVGroups,
         *,
         world_size: int,
         chunk_size: int,
@@ -201,8 +203,7 @@ class StoreQueue:
         self._metrics = metrics
         self._world_size = world_size
         self._chunk_size = chunk_size
-        self._full = full_groups(groups)
-        self._bounded = [group for group in groups if not group.is_full]
+        self._groups = groups
         self._planned: list[_PlannedStore] = []
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
         self._copied: dict[int, int] = {}
@@ -226,7 +227,7 @@ class StoreQueue:
             RuntimeError: The request does not have these blocks.
         """
         pinned = []
-        for group in self._full:
+        for group in self._groups.full:
             table = blocks[group.index]
             start = span.first * self._chunk_size // group.block_size
             stop = start + span.num_tokens // group.block_size
@@ -251,17 +252,17 @@ class StoreQueue:
         states: Mapping[int, int],
         epoch: int,
         now: float,
-    ) -> bool:
+    ) -> None:
         """Plan a store of the blocks that groups other than full attention need at a boundary, and pin them.
 
-        Return False if the blocks do not exist any more or may not be pinned.
+        No effect if the blocks do not exist any more or may not be pinned.
 
         Args:
             states: By group, the id of the block with the recurrent state at the boundary. The request's block table does
                 not show which of its blocks that is.
         """
         needed: list[Sequence[Any]] = []
-        for group in self._bounded:
+        for group in self._groups.bounded:
             start = group.first_needed(boundary) // group.block_size
             stop = boundary // group.block_size
             if group.state:
@@ -279,7 +280,7 @@ class StoreQueue:
                 needed.append(blocks[group.index][start:stop])
             held = all(block.ref_cnt and not block.is_null for block in needed[-1])
             if not held or len(needed[-1]) != stop - start:
-                return False  # outside of the window by now, or not offered
+                return  # outside of the window by now, or not offered
         if sum(map(len, needed)) > self._pins.room:
             self._metrics.skipped("blocks", sum(1 for some in needed if some))
             logger.report(
@@ -290,9 +291,8 @@ class StoreQueue:
                 tracker.request_id,
                 self._pins.pinned_blocks,
             )
-            return False
+            return
         self._plan(job_id, tracker, None, boundary, needed, epoch=epoch, now=now)
-        return True
 
     def _plan(
         self,
@@ -307,15 +307,20 @@ class StoreQueue:
     ) -> None:
         pinned = [block for some in blocks for block in some]
         if span is None:  # vLLM frees blocks outside of the window, and former states, while the request runs
+            needed = boundary
             self._pins.pin(job_id, pinned)
+            tracker.boundary_started(job_id, boundary)
         else:
+            needed = tracker.keys.num_prompt_tokens if span.is_tail else span.stop * self._chunk_size
             self._pins.pin(job_id, pinned, tracker.block_table_held())
+            tracker.store_started(job_id, span)
         self._planned.append(
             _PlannedStore(
                 job_id,
                 tracker.keys,
                 span,
                 boundary,
+                needed,
                 epoch,
                 tuple(pack_blocks([block.block_id for block in some]) for some in blocks),
                 now + HASH_WAIT_S,
@@ -328,7 +333,7 @@ class StoreQueue:
         jobs: list[Job] = []
         waiting: list[_PlannedStore] = []
         for store in self._planned:
-            if store.keys.num_hashed >= self._needed_tokens(store):
+            if store.keys.num_hashed >= store.num_tokens:
                 jobs.append(self._job(store))
             elif store.keys.failed or now > store.deadline:
                 self._pins.unpin(store.job_id)
@@ -376,22 +381,15 @@ class StoreQueue:
                 complete.append(job_id)
         return complete
 
-    def _needed_tokens(self, store: _PlannedStore) -> int:
-        span = store.span
-        if span is None:
-            return store.boundary
-        return store.keys.num_prompt_tokens if span.is_tail else span.stop * self._chunk_size
-
     def _job(self, store: _PlannedStore) -> Job:
-        keys, span = store.keys, store.span
+        keys, span, size = store.keys, store.span, self._chunk_size
         if span is None:
-            parts = tuple(
-                boundary_part(keys, group, store.boundary, block_ids)
-                for group, block_ids in zip(self._bounded, store.block_ids, strict=True)
-                if block_ids
-            )
+            parts = boundary_parts(keys, self._groups, store.boundary, store.block_ids)
         else:
-            parts = self._parts(keys, span, store.block_ids)
+            stop, partial = (span.first, keys.tail) if span.is_tail else (span.stop, None)
+            parts = chunk_parts(
+                keys, self._groups, span.first, stop, partial, store.block_ids, chunk_size=size
+            )
         return Job(
             job_id=store.job_id,
             request_id=keys.request_id,
@@ -400,32 +398,6 @@ class StoreQueue:
             parts=parts,
             hand_over=store.hand_over,
             event_lora_name=None if span is None or span.is_tail else keys.event_lora_name,
-        )
-
-    def _parts(self, keys: RequestKeys, span: StoreSpan, block_ids: Sequence[bytes]) -> tuple[JobPart, ...]:
-        """The chunks of a span in each group of full attention. Those of the leading group have parents."""
-        size = self._chunk_size
-        parents: tuple[bytes, ...] = ()
-        if span.is_tail and (tail := keys.tail) is not None:
-            start, stop, packed = tail.start, tail.start + tail.num_tokens, tail.keys
-            texts = {0: tail.text} if tail.text else {}
-        else:
-            start, stop = span.first * size, span.stop * size
-            packed, texts = keys.packed_keys(span.first, span.stop), keys.texts_of(span.first, span.stop)
-            parents = keys.packed_keys(span.first - 1, span.first) if start else ()
-        tokens = keys.packed_tokens(start, stop)
-        leading = self._full[0]
-        return tuple(
-            JobPart(
-                group.index,
-                start,
-                tokens,
-                packed if group is leading else keys.chunk_keys(group, packed),
-                tuple(texts.items()),
-                ids,
-                parents if group is leading else (),
-            )
-            for group, ids in zip(self._full, block_ids, strict=True)
         )
 
 
@@ -455,7 +427,7 @@ class SchedulerConnector:
         self,
         config: EngineConfig,
         *,
-        groups: Sequence[KVGroup],
+        groups: KVGroups,
         world_size: int,
         roles: Roles,
         client: LookupClient,
@@ -466,7 +438,7 @@ class SchedulerConnector:
         beside_others: bool = False,
     ) -> None:
         self.config = config
-        self._groups = tuple(groups)
+        self._groups = groups
         self.roles = roles
         self._media = media or MediaIdentity()
         self._client = client
@@ -479,7 +451,7 @@ class SchedulerConnector:
             chunk_size=config.chunk_size,
             groups=self._groups,
             # vLLM's last recurrent state may be inside of a chunk, and is useless without the KV before it.
-            partial_chunks=config.store.partial_chunks or any(group.state for group in self._groups),
+            partial_chunks=config.store.partial_chunks or groups.has_states,
             generated_tokens=config.store.generated_tokens,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,
@@ -510,7 +482,7 @@ class SchedulerConnector:
             world_size=world_size,
             chunk_size=config.chunk_size,
         )
-        self._next_job = 0
+        self._job_ids = itertools.count(1)
         self._repeats_left = MAX_REPEATS
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         # Looked up by this thread in this step, and not admitted yet. Nothing is pinned for these.
@@ -526,17 +498,21 @@ class SchedulerConnector:
     # Called through the connector's methods, whose names are in the comments.
 
     @classmethod
-    def of_vllm(cls, vllm_config: Any, kv_cache_config: Any, *, beside_others: bool = False) -> Self:
+    def of_vllm(
+        cls,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: EngineConfig,
+        groups: KVGroups,
+        *,
+        beside_others: bool = False,
+    ) -> Self:
         """Start the connector. Its lookup thread connects to the workers when they are ready.
 
         Raises:
             ConfigError: A key or value is wrong.
         """
         transfer = vllm_config.kv_transfer_config
-        groups = groups_of(kv_cache_config)
-        one_group = len(groups) == 1 and groups[0].is_full
-        block_size = block_size_of(groups)
-        config = engine_config(vllm_config, block_size)
         shards = head_shards(config, vllm_config, kv_cache_config)
         world_size = vllm_config.parallel_config.world_size * max(1, len(shards))
         capabilities = tier_capabilities(config, Registry())
@@ -549,9 +525,8 @@ class SchedulerConnector:
                 for rank in range(world_size)
             ],
             chunk_size=config.chunk_size,
-            block_size=block_size,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
-            groups=() if one_group else groups,
+            groups=groups,
             partial_chunks=config.store.partial_chunks,
             hash_key=config.read_hash_key(),
             adapter_algorithm=config.hash_algorithm,
@@ -617,7 +592,7 @@ class SchedulerConnector:
         offer = tracker.offer(now, ready=self._client.ready)
         if offer.late:
             self.metrics.lookup_late()
-        if self._policy.has_states and (shared := tracker.shared_tokens) > request.shared_prefix_boundary:
+        if self._groups.has_states and (shared := tracker.shared_tokens) > request.shared_prefix_boundary:
             request.shared_prefix_boundary = shared  # vLLM ends a step there and offers the states
         return offer.tokens, offer.is_async
 
@@ -628,7 +603,7 @@ class SchedulerConnector:
         if self._others is not None:
             self._others.admitted(tracker)
         admission = tracker.admitted(external_tokens)
-        if not self._policy.only_full:  # vLLM 0.31 and older, which lack the attribute, have one group
+        if self._groups.bounded:  # vLLM 0.31 and older, which lack the attribute, have one group
             tracker.junction_found(request.shared_prefix_boundary)
         self.metrics.admitted(admission)
         if self._wants_plans and admission.first:
@@ -667,7 +642,7 @@ class SchedulerConnector:
             tracker = self._trackers.get(request_id)
             if tracker is not None and tracker.stores:
                 states: dict[int, dict[int, int]] = {}
-                if self._policy.has_states:
+                if self._groups.has_states:
                     states = _offered_states(request_id, output.kv_connector_block_state)
                     tracker.states_offered(states)
                 # Tokens beyond the known ones are drafts or not sampled yet.
@@ -742,8 +717,7 @@ class SchedulerConnector:
                 tracker.request_id,
                 self._pins.pinned_blocks,
             )
-        self._add_stores(tracker, spans)
-        self._add_boundaries(tracker, computed, {})
+        self._add_stores(tracker, spans, tracker.plan_boundaries(computed), {})
         return tracker.promise(self.config.store.timeout_s) if self._reaches_shared_tier else None
 
     def reset(self) -> None:
@@ -883,9 +857,8 @@ class SchedulerConnector:
 
     def _start_load(self, tracker: RequestTracker, span: LoadSpan, blocks: Any) -> None:
         tracker.skip_stored(self._client.epoch)
-        self._next_job += 1
         job = load_job(
-            self._next_job,
+            next(self._job_ids),
             self._client.epoch,
             tracker.keys,
             span,
@@ -971,41 +944,29 @@ class SchedulerConnector:
         if tracker.keys.requested < needed:
             self._client.hash(tracker.keys, tracker.num_tokens)
         spans = tracker.plan_stores(computed_tokens, self._stores.keys_in_flight, self._pins.room)
-        self._add_stores(tracker, spans)
-        self._add_boundaries(tracker, computed_tokens, states)
+        self._add_stores(tracker, spans, tracker.plan_boundaries(computed_tokens), states)
 
     def _with_keys(self, tracker: RequestTracker, computed_tokens: int) -> int:
         """Return the number of computed tokens that have keys or will have them soon. Hashing needs connected workers."""
         return computed_tokens if self._client.connected else min(computed_tokens, tracker.keys.num_hashed)
 
-    def _add_boundaries(
-        self, tracker: RequestTracker, computed_tokens: int, states: Mapping[int, Mapping[int, int]]
+    def _add_stores(
+        self,
+        tracker: RequestTracker,
+        spans: Sequence[StoreSpan],
+        boundaries: Sequence[int],
+        states: Mapping[int, Mapping[int, int]],
     ) -> None:
-        boundaries = tracker.plan_boundaries(computed_tokens)
-        if not boundaries:
+        if not spans and not boundaries:
             return
-        blocks, now = self._blocks(tracker.request_id), self._client.now()
-        for boundary in boundaries:
-            self._next_job += 1
-            if self._stores.add_boundary(
-                self._next_job,
-                tracker,
-                boundary,
-                blocks,
-                states=states.get(boundary, {}),
-                epoch=self._client.epoch,
-                now=now,
-            ):
-                tracker.boundary_started(self._next_job, boundary)
-
-    def _add_stores(self, tracker: RequestTracker, spans: Sequence[StoreSpan]) -> None:
-        if not spans:
-            return
-        blocks, now = self._blocks(tracker.request_id), self._client.now()
+        blocks, epoch, now = self._blocks(tracker.request_id), self._client.epoch, self._client.now()
         for span in spans:
-            self._next_job += 1
-            self._stores.add(self._next_job, tracker, span, blocks, epoch=self._client.epoch, now=now)
-            tracker.store_started(self._next_job, span)
+            self._stores.add(next(self._job_ids), tracker, span, blocks, epoch=epoch, now=now)
+        for boundary in boundaries:
+            offered = states.get(boundary, {})
+            self._stores.add_boundary(
+                next(self._job_ids), tracker, boundary, blocks, states=offered, epoch=epoch, now=now
+            )
 
     def _blocks_after(self, request_id: str, tokens: int) -> set[int]:
         """Ids of the blocks of the request after a number of tokens, in all groups."""

@@ -30,7 +30,6 @@ from lmcache_async.errors import ConfigError, EngineClosedError, LMCacheAsyncErr
 from lmcache_async.hashing import Namespace, hash_key_id
 from lmcache_async.integration.vllm.config import (
     backend_reason,
-    engine_config,
     group_namespace,
     head_shards,
     namespace_of,
@@ -39,7 +38,7 @@ from lmcache_async.integration.vllm.config import (
     uses_tcp,
 )
 from lmcache_async.integration.vllm.events import Notices
-from lmcache_async.integration.vllm.groups import HeadShard, KVGroup, block_size_of, groups_of, leading_group
+from lmcache_async.integration.vllm.groups import HeadShard, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
@@ -99,7 +98,7 @@ class Transfers:
         *,
         rank: int,
         chunk_size: int,
-        groups: Sequence[KVGroup],
+        groups: KVGroups,
         layout: KVLayout,
         notices: Notices | None = None,
     ) -> None:
@@ -110,8 +109,6 @@ class Transfers:
         self._notices = notices
         self._chunk_size = chunk_size
         self._groups = groups
-        self._leading = leading_group(groups).index
-        self._by_block = len(groups) == 1 and groups[0].is_full
         self._epoch = 0
         self._lock = threading.Condition()
         self._finished: set[str] = set()
@@ -341,7 +338,7 @@ class Transfers:
         block_size = self._groups[part.group].block_size
         pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
         chunks = tuple(chunk for chunk, _ in pairs)
-        if self._notices is not None and part.group == self._leading and self._groups[part.group].is_full:
+        if self._notices is not None and self._groups.full and part.group == self._groups.leading.index:
             self._notices.know(chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name)
         return chunks, tuple(rows for _, rows in pairs)
 
@@ -353,7 +350,7 @@ class Transfers:
             if not job.layerwise:  # vLLM does not wait for layer-wise loads
                 self._finished.add(job.request_id)
             failed = set(failed_blocks)
-            if self._by_block:
+            if self._groups.is_one_full:
                 self._failed_blocks |= failed
             elif failed:
                 self._failed_requests.add(job.request_id)
@@ -589,7 +586,7 @@ class RankEngine:
         config: EngineConfig,
         *,
         rank: int,
-        groups: Sequence[KVGroup],
+        groups: KVGroups,
         address: Path | str,
         open_engine: OpenEngine = CacheEngine.open,
         kv_events: bool = False,
@@ -601,7 +598,7 @@ class RankEngine:
         self.namespace: Namespace | None = None
         self._replica = replica
         self.rank = rank
-        self._groups = tuple(groups)
+        self._groups = groups
         self.address = address
         self.server: LookupServer | None = None
         self._open_engine = open_engine
@@ -619,13 +616,12 @@ class RankEngine:
     def of_vllm(
         cls,
         vllm_config: Any,
-        kv_cache_config: Any,
+        config: EngineConfig,
+        groups: KVGroups,
         *,
         open_engine: OpenEngine = CacheEngine.open,
         shard: HeadShard | None = None,
     ) -> Self:
-        groups = groups_of(kv_cache_config)
-        config = engine_config(vllm_config, block_size_of(groups))
         rank = vllm_config.parallel_config.rank
         if shard is not None:
             config = shard_config(config, shard.shards_of_rank)
@@ -816,13 +812,13 @@ class RankEngine:
         return self._loop
 
     def _identity(self, groups: Sequence[EngineGroup]) -> Identity:
-        namespace = groups[leading_group(self._groups).index].namespace
+        namespace = groups[self._groups.leading.index].namespace
         return Identity(
             protocol=PROTOCOL,
             root=namespace.root(),
             algorithm=self.config.hash_algorithm,
             chunk_size=self.config.chunk_size,
-            block_size=block_size_of(self._groups),
+            block_size=self._groups.block_size,
             hash_key_id=hash_key_id(namespace.hash_key),
             group_roots=tuple(group.namespace.root() for group in groups),
         )
@@ -846,22 +842,14 @@ class WorkerConnector:
         self._step = 0
 
     @classmethod
-    def of_vllm(
-        cls, vllm_config: Any, kv_cache_config: Any, *, open_engine: OpenEngine = CacheEngine.open
-    ) -> Self:
+    def of_vllm(cls, vllm_config: Any, kv_cache_config: Any, config: EngineConfig, groups: KVGroups) -> Self:
         """Create the connector of this rank. Its engines are opened when the KV cache is registered.
 
         Raises:
-            ConfigError: A key or value is wrong.
+            ConfigError: The KV heads cannot be divided as configured.
         """
-        config = engine_config(vllm_config, block_size_of(groups_of(kv_cache_config)))
         shards = head_shards(config, vllm_config, kv_cache_config) or (None,)
-        return cls(
-            [
-                RankEngine.of_vllm(vllm_config, kv_cache_config, open_engine=open_engine, shard=shard)
-                for shard in shards
-            ]
-        )
+        return cls([RankEngine.of_vllm(vllm_config, config, groups, shard=shard) for shard in shards])
 
     def register(self, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> bool:
         """Open the engines over vLLM's KV cache. Return False if that fails; all lookups are then misses.

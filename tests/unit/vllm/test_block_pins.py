@@ -8,7 +8,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.core.block_pool import BlockPool
 
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.scheduler import BlockPins, StoreQueue
 
 
@@ -127,11 +127,15 @@ def test_the_end_of_a_prefix_is_freed_so_that_it_is_evicted_first(pool: BlockPoo
 
 def queue_of(pins: BlockPins, *groups: KVGroup) -> StoreQueue:
     metrics: Any = SimpleNamespace(skipped=lambda *_: None)
-    return StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    return StoreQueue(pins, metrics, KVGroups(groups), world_size=1, chunk_size=64)
 
 
 TRACKER: Any = SimpleNamespace(
-    keys=None, hands_over=False, request_id="long", block_table_held=lambda: lambda: True
+    keys=None,
+    hands_over=False,
+    request_id="long",
+    block_table_held=lambda: lambda: True,
+    boundary_started=lambda *_: None,
 )
 
 
@@ -139,11 +143,12 @@ def test_a_boundary_without_room_is_counted_and_reported(pool: BlockPool, pins: 
     skipped: list[tuple[str, int]] = []
     metrics: Any = SimpleNamespace(skipped=lambda *args: skipped.append(args))
     groups = (KVGroup(0, 16), KVGroup(1, 16, window=40))
-    queue = StoreQueue(pins, metrics, groups, world_size=1, chunk_size=64)
+    queue = StoreQueue(pins, metrics, KVGroups(groups), world_size=1, chunk_size=64)
     blocks = pool.get_new_blocks(5)
     pins.pin(1, pool.get_new_blocks(pins.room))
 
-    assert not queue.add_boundary(2, TRACKER, 80, [blocks, blocks], states={}, epoch=0, now=0.0)
+    queue.add_boundary(2, TRACKER, 80, [blocks, blocks], states={}, epoch=0, now=0.0)
+
     assert skipped == [("blocks", 1)]
     assert "80 tokens of request long are stored without their attention windows or states" in caplog.text
 
@@ -158,7 +163,6 @@ def test_a_boundary_is_stored_only_while_its_whole_window_exists(
     blocks = pool.get_new_blocks(5)
     table = [pool.null_block] * first + blocks[first:]
 
-    added = queue.add_boundary(1, TRACKER, 80, [blocks, table], states={}, epoch=0, now=0.0)
+    queue.add_boundary(1, TRACKER, 80, [blocks, table], states={}, epoch=0, now=0.0)
 
-    assert added == stored
     assert pins.pinned_blocks == (3 if stored else 0)

@@ -43,7 +43,7 @@ from lmcache_async.integration.vllm.config import (
     shard_namespace,
     unsupported_reason,
 )
-from lmcache_async.integration.vllm.groups import HeadShard, KVGroup, groups_of
+from lmcache_async.integration.vllm.groups import HeadShard, KVGroup, KVGroups
 from lmcache_async.integration.vllm.versions import data_parallel_index
 from lmcache_async.integration.vllm.worker import RankEngine, shard_views
 from lmcache_async.testing.rig import Rig
@@ -522,8 +522,8 @@ def test_groups_of_layers_of_several_sizes_are_supported(config: Any, setup: Set
     cache = with_groups(setup, *get_kv_cache_groups(made, layers_of(*specs)))
 
     assert unsupported_reason(config, cache) is None
-    assert {each.kind for each in groups_of(cache)} == {"full", "window=64"}
-    assert sorted(name for each in groups_of(cache) for name in each.layers) == list(layers_of(*specs))
+    assert {each.kind for each in KVGroups.of(cache)} == {"full", "window=64"}
+    assert sorted(name for each in KVGroups.of(cache) for name in each.layers) == list(layers_of(*specs))
 
 
 @pytest.mark.parametrize(("other", "remedy"), [(WINDOW, True), (STATE, False)], ids=["window", "state"])
@@ -560,13 +560,13 @@ def test_the_namespaces_of_the_groups_differ(config: Any, setup: Setup):
     roots = []
     for spec in (WINDOW, wider, STATE, other_shape, other_dtype):
         cache = with_groups(setup, group(FULL), group(spec))
-        whole, groups = namespace_of(config, cache, engine, "layout"), groups_of(cache)
+        whole, groups = namespace_of(config, cache, engine, "layout"), KVGroups.of(cache)
         roots += [group_namespace(whole, each, groups, "layout").root() for each in groups]
     alone = with_groups(setup, group(FULL))
     whole = namespace_of(config, alone, engine, "layout")
 
     assert len({*roots}) == 6  # full attention has the same one in all models
-    assert group_namespace(whole, groups_of(alone)[0], groups_of(alone), "layout") == whole
+    assert group_namespace(whole, KVGroups.of(alone)[0], KVGroups.of(alone), "layout") == whole
 
 
 def speculation(method: str) -> dict[str, Any]:
@@ -654,7 +654,8 @@ def test_the_worker_opens_its_engine_as_that_replica(config: Any, setup: Setup, 
         yield
 
     monkeypatch.setattr(config.parallel_config, "data_parallel_index", 3)
-    side = RankEngine.of_vllm(config, kv_cache_config(setup), open_engine=open_engine)
+    groups = KVGroups.of(kv_cache_config(setup))
+    side = RankEngine.of_vllm(config, engine_config(config, 16), groups, open_engine=open_engine)
     layout = KVLayout.from_token_slots([torch.zeros(4, 2, 16, 1, 8)], order="B2NHD")
     with pytest.raises(ConfigError, match="far enough"):
         side.open(EngineGroup(layout, Rig().namespace))

@@ -35,7 +35,7 @@ from lmcache_async.integration.vllm import connector as module
 from lmcache_async.integration.vllm.config import awaited_tokens, layerwise_tokens
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.events import hit_sources
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import StepMetadata
 from lmcache_async.integration.vllm.plugin import NAME, register
 from lmcache_async.integration.vllm.versions import CacheHitSource
@@ -230,7 +230,7 @@ def test_loads_that_a_step_awaits(
     ours = load_config(env={}, extra={"vllm.layerwise_load": wanted, "vllm.layerwise_max_tokens": 100})
 
     assert awaited_tokens(ours, config) == awaited
-    assert layerwise_tokens(ours, config, groups) == layerwise
+    assert layerwise_tokens(ours, config, KVGroups(groups)) == layerwise
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in a MultiConnector"])

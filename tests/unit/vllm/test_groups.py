@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
 )
 
-from lmcache_async.integration.vllm.groups import KVGroup, block_size_of, full_groups
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.lookup import Answer, Lookup, Query
 from lmcache_async.integration.vllm.lookup_server import unpack_keys
@@ -34,7 +34,7 @@ def blocks_of(group: KVGroup, start: int, stop: int) -> set[tuple[int, bytes]]:
 
 
 def find(keys: RequestKeys, groups: list[KVGroup], *ranks: Rank) -> Answer:
-    query = Query(ranks, groups)  # type: ignore[list-item]
+    query = Query(ranks, KVGroups(groups))  # type: ignore[arg-type]
     lookup = Lookup("r", keys.num_prompt_tokens, 0, 0.0)
     return asyncio.run(query(keys, lookup, keys.end_candidates()))
 
@@ -43,7 +43,7 @@ def usable(groups: list[KVGroup], num_tokens: int, stored: set[tuple[int, bytes]
     """Return the longest hit by vLLM's own manager classes, with one token left to compute."""
     coordinator = MooncakeStoreCoordinator(
         [KVCacheGroupSpec([f"layer.{group.index}"], spec_of(group)) for group in groups],
-        block_size_of(groups),
+        KVGroups(groups).block_size,
         BLOCK,
     )
     hashes = [number.to_bytes(4, "big") for number in range(num_tokens // BLOCK)]
@@ -97,7 +97,7 @@ def records_of_prompt(groups: list[KVGroup], num_tokens: int) -> dict[bytes, set
     if keys.tail is not None:
         spans.append((keys.tail.start, keys.tail.start + keys.tail.num_tokens))
         leading = (leading[0] + keys.tail.keys[0],)
-    for position, group in enumerate(full_groups(groups)):
+    for position, group in enumerate(KVGroups(groups).full):
         names = unpack_keys((keys.chunk_keys(group, leading) if position else leading)[0])
         found |= {name: blocks_of(group, *span) for name, span in zip(names, spans, strict=True)}
     return found
@@ -110,7 +110,7 @@ def test_a_hit_equals_that_of_vllms_coordinator_for_the_stored_records(groups, n
     For each position the coordinator says whether a request can continue there with the chunks and the records for this
     position. Records for two positions are not combined.
     """
-    keys, unit = opened_keys(range(num_tokens), roots=[ROOT] * 2, groups=groups), block_size_of(groups)
+    keys, unit = opened_keys(range(num_tokens), roots=[ROOT] * 2, groups=groups), KVGroups(groups).block_size
     earlier = data.draw(st.integers(0, num_tokens).map(lambda less: num_tokens - less), label="stored tokens")
     positions = [*range(num_tokens - num_tokens % unit, 0, -unit)]
     boundaries = data.draw(st.sets(st.sampled_from(positions), max_size=3) if positions else st.just(set()))

@@ -5,7 +5,7 @@ from array import array
 
 import numpy as np
 
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 
 
@@ -37,7 +37,7 @@ def test_a_part_splits_into_its_rank_s_chunks_with_their_blocks():
 
 
 def test_the_first_failed_token_is_that_of_the_group_with_the_largest_loss():
-    groups = (KVGroup(0, 2), KVGroup(1, 5))
+    groups = KVGroups((KVGroup(0, 2), KVGroup(1, 5)))
     both = job(part(), part(group=1, blocks=(20, 21)))
 
     assert both.touched_blocks() == [5, 7, 8, 9, 20, 21]

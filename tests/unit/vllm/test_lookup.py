@@ -21,7 +21,7 @@ from lmcache_async.engine.lookup import FirstPresent, LookupResult
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import (
     Answer,
@@ -43,6 +43,7 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.testing.steps import turns
 
 CHUNK, BLOCK = 8, 2
+ONE_GROUP = KVGroups((KVGroup(0, BLOCK),))
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Ranks:
         self,
         directory: Path,
         until: Callable[[Callable[[], bool]], None],
-        groups: tuple[KVGroup, ...] = (),
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
         self.client: Any = None
         self.until = until
@@ -120,9 +121,8 @@ class Ranks:
         """Make the client, or another one with other options."""
         if self.client is not None:
             self.client.close(5.0)
-        sizes = {"chunk_size": CHUNK, "block_size": BLOCK}
-        given = {"lookup_timeout_s": 60.0, "groups": self.groups, **options}
-        self.client = LookupClient(self.paths if paths is None else paths, **sizes, **given)
+        given = {"chunk_size": CHUNK, "lookup_timeout_s": 60.0, "groups": self.groups, **options}
+        self.client = LookupClient(self.paths if paths is None else paths, **given)
 
     def serve(self, rank: int) -> None:
         engine = self.engines[rank]
@@ -548,7 +548,9 @@ def test_a_connection_accepted_while_the_server_closes_is_ended(socket_dir: Path
     uvloop.run(close_soon_after_a_connection())
 
 
-GROUPS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * CHUNK), KVGroup(2, BLOCK, local=4 * CHUNK))
+GROUPS = KVGroups(
+    (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=3 * CHUNK), KVGroup(2, BLOCK, local=4 * CHUNK))
+)
 
 
 @pytest.fixture
@@ -604,8 +606,8 @@ def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ran
         (GROUPS, True, Answer(4, boundary=3 * CHUNK), False),
         (GROUPS, False, Answer(4, boundary=3 * CHUNK), True),  # no boundary is stored inside of a chunk
         (GROUPS, False, Answer(4, boundary=2 * CHUNK), False),
-        ((), True, Answer(4), True),
-        ((), True, Answer(3), False),
+        (ONE_GROUP, True, Answer(4), True),
+        (ONE_GROUP, True, Answer(3), False),
     ],
 )
 def test_a_promise_of_a_whole_prompt_is_kept_by_the_last_position_where_it_can_continue(

@@ -26,7 +26,7 @@ from lmcache_async.integration.vllm.lookup import (
     pause_s,
 )
 from tests.simulation.loop import Trace, new_loop
-from tests.support.request_keys import CHUNK, Rank, opened_keys
+from tests.support.request_keys import CHUNK, ONE_GROUP, Rank, opened_keys
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.ranks = [TimedRank(0), TimedRank(1)]
-        self.waiting = PromiseWaiter(Query(self.ranks), timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
+        self.waiting = PromiseWaiter(Query(self.ranks, ONE_GROUP), timeout_s=TIMEOUT_S, clock=now)  # type: ignore[arg-type]
         self.counts = self.waiting.counts
 
     def put(self, tokens: list[int], at: float, **options: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
@@ -21,7 +21,7 @@ from lmcache_async.integration.vllm.request import (
     RequestTracker,
     StoreSpan,
 )
-from tests.support.request_keys import BLOCK, CHUNK, opened_keys
+from tests.support.request_keys import BLOCK, CHUNK, ONE_GROUP, opened_keys
 
 LOOKUP_TIMEOUT_S = 0.1
 
@@ -47,7 +47,7 @@ def policy(load_policy: LoadPolicy | None = None, **options: Any) -> RequestPoli
         "layerwise_tokens": 0,
         "decide": decider.decide,
     }
-    return RequestPolicy(chunk_size=CHUNK, **{"groups": (KVGroup(0, BLOCK),), **given, **options})
+    return RequestPolicy(chunk_size=CHUNK, **{"groups": ONE_GROUP, **given, **options})
 
 
 def tracker_of(num_tokens: int, settings: RequestPolicy | None = None, **options: Any) -> RequestTracker:
@@ -396,7 +396,7 @@ class TrackerMachine(RuleBasedStateMachine):
 TestTracker = TrackerMachine.TestCase
 
 
-WINDOWS = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=6))
+WINDOWS = KVGroups((KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=6)))
 
 
 def load_to_boundary(tracker: RequestTracker, boundary: int) -> None:
@@ -430,7 +430,7 @@ def test_windows_are_stored_where_a_later_request_can_continue(
     assert tracker.plan_boundaries(prompt) == []  # once
 
 
-STATES = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, state="GDN"))
+STATES = KVGroups((KVGroup(0, BLOCK), KVGroup(1, BLOCK, state="GDN")))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_a_hit_ends_where_every_group_has_what_it_needs() -> None:
 
 @pytest.mark.parametrize(("boundary", "asks"), [(14, False), (12, True)])
 def test_a_hit_of_all_that_vllm_can_use_is_not_looked_up_again_soon(boundary: int, asks: bool) -> None:
-    groups = (KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=5))
+    groups = KVGroups((KVGroup(0, BLOCK), KVGroup(1, BLOCK, window=5)))
     tracker = tracker_of(16, policy(groups=groups))
     answer(tracker, ask(tracker), Answer(2, boundary=boundary))
 
@@ -509,7 +509,7 @@ def test_a_hit_of_several_groups_is_loaded_as_a_whole_or_not_at_all() -> None:
     slow = LoadPolicy(PrefillClock(lambda: 0.0, tokens_per_s=10.0), CHUNK)
     costs = ((2, 0.0), (4, 2.0))
     for boundary, tokens in ((None, 16), (32, 32)):
-        tracker = tracker_of(40, policy(slow, groups=WINDOWS if boundary else (KVGroup(0, BLOCK),)))
+        tracker = tracker_of(40, policy(slow, groups=WINDOWS if boundary else ONE_GROUP))
         answer(tracker, ask(tracker), Answer(4, costs=costs, boundary=boundary))
         tracker.local_found(0)
         assert tracker.offer(0.0, ready=True).tokens == tokens
@@ -525,7 +525,7 @@ def test_after_a_failed_load_the_boundaries_are_stored_again() -> None:
 
 
 def test_a_model_of_windows_alone_stores_no_chunks() -> None:
-    tracker = tracker_of(40, policy(groups=(KVGroup(0, BLOCK, window=6),)))
+    tracker = tracker_of(40, policy(groups=KVGroups((KVGroup(0, BLOCK, window=6),))))
 
     assert tracker.plan_stores(40, {}, 100) == []
     assert tracker.plan_boundaries(40) == [38, 40]

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import MIN_RUNS
@@ -128,9 +128,9 @@ class Bench:
         config = load_config(env={}, extra={"chunk_size": CHUNK, "vllm.lookup_timeout_s": 0.1, **options})
         self.scheduler = SchedulerConnector(
             config,
-            groups=[
+            groups=KVGroups(
                 KVGroup(index, BLOCK, state="" if index < groups else "GDN") for index in range(self.groups)
-            ],
+            ),
             world_size=RANKS,
             roles=roles or Roles(),
             client=self.client,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.device.progress import LoadProgress
-from lmcache_async.integration.vllm.groups import KVGroup, block_size_of
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import Job
 from lmcache_async.integration.vllm.worker import LayerwiseLoads
 from lmcache_async.memory.header import read_header
@@ -453,7 +453,7 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
         simulators.settle(sim)
 
     usable = length if model == "full" else length - 1
-    hit = usable - usable % block_size_of(groups)
+    hit = usable - usable % KVGroups(groups).block_size
     assert sim.cached_tokens["warm"] == (0, hit)
     assert sim.computed_tokens == length + (length - hit or 1) + 2 * 3  # and three generated tokens each
     assert sim.outputs["cold"] == sim.outputs["warm"] == expected(tokens, 4)
@@ -511,7 +511,7 @@ def test_a_hit_continues_vllms_own_hit(simulators: Simulators, model: str, local
     sim.add("warm", tokens)
     sim.run()
 
-    own = local - local % block_size_of(MODELS[model])
+    own = local - local % KVGroups(MODELS[model]).block_size
     assert sim.cached_tokens["warm"] == (own, 288 - own)
     assert sim.outputs["warm"] == expected(tokens, 4)
     assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 0

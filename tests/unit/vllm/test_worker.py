@@ -22,7 +22,7 @@ from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
 from lmcache_async.integration.vllm import worker as worker_module
-from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import RankEngine, Transfers, WorkerConnector
@@ -113,7 +113,7 @@ class Worker(WorkerConnector):
         self,
         engine: Engine,
         socket_dir: Path,
-        groups: tuple[KVGroup, ...],
+        groups: KVGroups,
         *,
         rank: int = 1,
         kv_events: bool = False,
@@ -160,7 +160,7 @@ def make(socket_dir: Path, layout: KVLayout) -> Iterator[Callable[..., Worker]]:
     def make(
         engine: Engine | None = None, groups: Sequence[KVGroup] = (KVGroup(0, BLOCK),), **options: Any
     ) -> Worker:
-        made.append(Worker(engine or Engine(), socket_dir, tuple(groups), **options))
+        made.append(Worker(engine or Engine(), socket_dir, KVGroups(groups), **options))
         made[-1].open(*(EngineGroup(layout, replace(NAMESPACE, model=f"m{group.index}")) for group in groups))
         return made[-1]
 
@@ -482,7 +482,7 @@ async def test_no_group_of_a_store_begins_after_a_reset_has_begun(turns_before: 
             calls.append("clear")
             return await super().clear(memory_only=memory_only)
 
-    groups = [KVGroup(index, BLOCK) for index in range(3)]
+    groups = KVGroups(KVGroup(index, BLOCK) for index in range(3))
     layout: Any = SimpleNamespace(layer_ends={}, num_planes=1)
     engine: Any = Slow()
     transfers = Transfers(
@@ -572,7 +572,7 @@ def test_a_config_that_cannot_work_stops_the_start(socket_dir: Path, layout: KVL
     side = RankEngine(
         load_config(env={}, extra={"chunk_size": CHUNK, "tiers": ["nonsense"]}),
         rank=0,
-        groups=(KVGroup(0, BLOCK),),
+        groups=KVGroups((KVGroup(0, BLOCK),)),
         address=socket_path(socket_dir, "engine", 0),
     )
     with pytest.raises(ConfigError, match="nonsense"):
