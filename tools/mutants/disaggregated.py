@@ -22,8 +22,8 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: an aborted request keeps waiting",
         LOOKUP,
-        "asks += 1\n            if pending.abandoned:",
-        "asks += 1\n            if False:",
+        "queries += 1\n            if pending.abandoned:",
+        "queries += 1\n            if False:",
         TEST_WAITER,
     ),
     Mutation(
@@ -44,7 +44,7 @@ DISAGGREGATED = (
         "disaggregated: a missing chunk before the last one is not detected",
         LOOKUP,
         "while not self._query.keeps(promise, lookup, answer, size) and",
-        "while not asks and",
+        "while not queries and",
         TEST_WAITER,
     ),
     Mutation(

@@ -134,7 +134,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if (
             num_external_tokens and not planned
         ):  # vLLM waits for these tokens, so the failure must be reported
-            self._guard(lambda: side.lose_load(request, blocks), None)
+            self._guard(lambda: side.fail_load(request, blocks), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         if (side := self.scheduler) is None:
@@ -174,7 +174,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         nothing: list[KVCacheEvent] = []
         if (side := self.scheduler) is None:
             return nothing
-        return self._guard(lambda: kv_events(side.take_notices(), side.tier_media), nothing)
+        return self._guard(lambda: kv_events(side.take_chunk_events(), side.tier_media), nothing)
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler

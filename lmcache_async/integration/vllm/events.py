@@ -18,10 +18,10 @@ from lmcache_async.types import Chunk, ChunkKey, Tokens
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-MAX_KNOWN = 8192
+MAX_ANNOUNCED = 8192
 """Maximum number of chunks whose tokens are kept, because a tier may write them later."""
-MAX_NOTICES = 65536
-"""Maximum number of notices that wait for vLLM's next step. If there are more, the oldest are dropped."""
+MAX_EVENTS = 65536
+"""Maximum number of events that wait for vLLM's next step. If there are more, the oldest are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,22 @@ class Removed:
     keys: tuple[bytes, ...]
 
 
-Notice: TypeAlias = Stored | Removed
+ChunkEvent: TypeAlias = Stored | Removed
 
 
-class Notices:
+class ChunkEvents:
     """Collects the chunk events of one rank's tiers. Runs on the engine's loop, except `take`.
 
-    A key does not reveal its tokens, so chunks are announced with `know` before they reach a tier. Chunks
+    A key does not reveal its tokens, so chunks are passed to `announce` before they reach a tier. Chunks
     that token ids alone do not identify (with a salt, tags or images) are not reported as stored.
     """
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
         self._known: dict[ChunkKey, tuple[bytes, Tokens, str]] = {}
-        self._new: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self._new: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
 
-    def know(self, chunks: Sequence[Chunk], parent: bytes, lora_name: str | None) -> None:
+    def announce(self, chunks: Sequence[Chunk], parent: bytes, lora_name: str | None) -> None:
         """Announce consecutive chunks that will be stored, or loaded and perhaps promoted to faster tiers.
 
         Args:
@@ -72,7 +72,7 @@ class Notices:
                 self._known.pop(chunk.key, None)  # the chunks announced last are kept
                 self._known[chunk.key] = parent, chunk.tokens, lora_name
             parent = chunk.key
-        while len(self._known) > MAX_KNOWN:
+        while len(self._known) > MAX_ANNOUNCED:
             del self._known[next(iter(self._known))]
 
     def stored(self, tier: str, keys: Sequence[ChunkKey]) -> None:
@@ -84,27 +84,27 @@ class Notices:
     def removed(self, tier: str, keys: Sequence[ChunkKey]) -> None:
         self._add(Removed(tier, tuple(keys)))
 
-    def take(self) -> tuple[Notice, ...]:
-        """Notices since the last call. Called by the model's thread."""
+    def take(self) -> tuple[ChunkEvent, ...]:
+        """Events since the last call. Called by the model's thread."""
         taken = []
         while self._new:
             taken.append(self._new.popleft())
         return tuple(taken)
 
-    def _add(self, notice: Notice) -> None:
+    def _add(self, event: ChunkEvent) -> None:
         if len(self._new) == self._new.maxlen:
             logger.report(
-                "full", "vLLM does not collect KV events; the oldest of %d events are dropped", MAX_NOTICES
+                "full", "vLLM does not collect KV events; the oldest of %d events are dropped", MAX_EVENTS
             )
-        self._new.append(notice)
+        self._new.append(event)
 
 
 _SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
 """VLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
 
 
-def kv_events(notices: Iterable[Notice], media: Mapping[str, Medium]) -> list[KVCacheEvent]:
-    """Return notices as vLLM's KV events, by which routers send a prompt to an engine that has its prefix.
+def kv_events(events: Iterable[ChunkEvent], media: Mapping[str, Medium]) -> list[KVCacheEvent]:
+    """Return events as vLLM's KV events, by which routers send a prompt to an engine that has its prefix.
 
     There is one event for each stored chunk, and one for each group of removed chunks. A block of an event is a chunk,
     its hash is the chunk key, and its parent is the chunk before it. Consumers identify blocks by their token ids, as
@@ -113,28 +113,26 @@ def kv_events(notices: Iterable[Notice], media: Mapping[str, Medium]) -> list[KV
     Args:
         media: Where each tier stores records, by its id.
     """
-    return [_event(notice, media.get(notice.tier, Medium.REMOTE)) for notice in notices]
+    return [_event(event, media.get(event.tier, Medium.REMOTE)) for event in events]
 
 
-def _event(notice: Notice, stored_in: Medium) -> KVCacheEvent:
+def _event(event: ChunkEvent, stored_in: Medium) -> KVCacheEvent:
     medium = MEDIUM_CPU if stored_in is Medium.MEMORY else MEDIUM_STORAGE
     locality = "REMOTE" if stored_in is Medium.REMOTE else "LOCAL"
-    if isinstance(notice, Stored):
-        tokens = np.frombuffer(notice.tokens, np.int32).tolist()
+    if isinstance(event, Stored):
+        tokens = np.frombuffer(event.tokens, np.int32).tolist()
         return BlockStored(
-            block_hashes=[notice.key],
-            parent_block_hash=notice.parent or None,
+            block_hashes=[event.key],
+            parent_block_hash=event.parent or None,
             token_ids=tokens,
             block_size=len(tokens),
             lora_id=None,
             medium=medium,
-            lora_name=notice.lora_name or None,
+            lora_name=event.lora_name or None,
             locality=locality,
-            ownership=notice.tier,
+            ownership=event.tier,
         )
-    return BlockRemoved(
-        block_hashes=list(notice.keys), medium=medium, locality=locality, ownership=notice.tier
-    )
+    return BlockRemoved(block_hashes=list(event.keys), medium=medium, locality=locality, ownership=event.tier)
 
 
 def hit_sources(

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_async.integration.vllm.events import Notice
+from lmcache_async.integration.vllm.events import ChunkEvent
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import RequestKeys, Tail
 from lmcache_async.integration.vllm.lookup_server import LookupServer, TCPAddress
@@ -270,14 +270,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         answered: For stores to be handed over, the number of ranks whose tiers have answered.
         unshared: For the same stores, the number of chunks that did not reach a tier that other processes read. Stores
             whose chunks were all present before are left out, because they do not show whether tiers accept writes.
-        notices: Chunks that the tiers of the first rank stored or removed.
+        events: Chunks that the tiers of the first rank stored or removed.
         step: Number of the step that the report belongs to; 0 for none.
     """
 
     copied: Mapping[int, int]
     answered: Mapping[int, int] = field(default_factory=dict)
     unshared: Mapping[int, int] = field(default_factory=dict)
-    notices: tuple[Notice, ...] = ()
+    events: tuple[ChunkEvent, ...] = ()
     step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -285,7 +285,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             _added(self.copied, other.copied),
             _added(self.answered, other.answered),
             _added(self.unshared, other.unshared),
-            self.notices + other.notices,
+            self.events + other.events,
             max(self.step, other.step),
         )
 

@@ -372,7 +372,7 @@ class Promise:
         """The promise as `kv_transfer_params`."""
         return {PROMISE_FIELD: {"version": _PROMISE_VERSION, **asdict(self)}}
 
-    def doubt(self, keys: RequestKeys, chunk_size: int) -> str:
+    def mismatch(self, keys: RequestKeys, chunk_size: int) -> str:
         """Return the reason why the promise is not for the request with these hashed keys; "" if it may be."""
         if self.tokens > keys.num_prompt_tokens:
             return f"it is for {self.tokens} tokens, but the prompt has only {keys.num_prompt_tokens}"

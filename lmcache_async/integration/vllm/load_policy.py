@@ -226,7 +226,7 @@ class LoadPolicy:
         self.counts[decided] += 1
         if decided != "load":
             self._explain(decided, request_id, hit, chosen, times)
-        return Verdict(decided, chosen, why or _in_words(decided, hit, chosen, times))
+        return Verdict(decided, chosen, why or _comparison(decided, hit, chosen, times))
 
     def _forced(self, promised: bool) -> str:
         """Return the reason for loading the hit without comparing times; "" if they are compared."""
@@ -264,7 +264,7 @@ class LoadPolicy:
         )
 
 
-def _in_words(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:
+def _comparison(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:
     """Return the compared times as a text."""
     all_of_it, none = times[hit.tokens], times[hit.local_tokens]
     first = f"{times[chosen]:.3f} s to the first token"

@@ -145,7 +145,7 @@ class Answered:
     """The answer to a lookup.
 
     Attributes:
-        believed: Whether the promise matches the model and the prompt of the request.
+        promised: Whether the promise matches the model and the prompt of the request.
         queried_at: Time at which the answered query was sent, on the monotonic clock. Its pins are not older.
         answered_at: Time at which the answer arrived.
     """
@@ -155,7 +155,7 @@ class Answered:
     answer: Answer
     queried_at: float
     answered_at: float
-    believed: bool = False
+    promised: bool = False
 
 
 @dataclass(slots=True)
@@ -163,19 +163,19 @@ class PromiseCounts:
     """Counts of producers' promises since the start.
 
     Attributes:
-        promises: Lookups with a promise that matches the request and whose time had not passed.
-        doubted: Lookups with a promise that does not match the request.
+        accepted: Lookups with a promise that matches the request and whose time had not passed.
+        mismatched: Lookups with a promise that does not match the request.
         kept: Promises that were kept in time.
         late: Promises that were not kept in time. The stored tokens are loaded and the others computed.
-        asks: Queries for the last promised chunk alone.
+        queries: Queries for the last promised chunk alone.
         waiting: Lookups that wait for a promise now.
     """
 
-    promises: int = 0
-    doubted: int = 0
+    accepted: int = 0
+    mismatched: int = 0
     kept: int = 0
     late: int = 0
-    asks: int = 0
+    queries: int = 0
     waiting: int = 0
 
 
@@ -433,7 +433,7 @@ class LookupClient:
                 answer,
                 pending.queried_at,
                 self._clock(),
-                pending.believed,
+                pending.promised,
             )
         )
         if pending.abandoned:
@@ -688,12 +688,12 @@ class PendingLookup:
     ends: Sequence[Sequence[Chunk]]
     queried_at: float
     abandoned: bool = False
-    believed: bool = False
+    promised: bool = False
 
 
-def pause_s(asks: int, waiting: int) -> float:
-    """Seconds until the next query of one request, after `asks` queries, while `waiting` requests wait."""
-    return max(min(FIRST_PAUSE_S * 2.0 ** min(asks, 16), LAST_PAUSE_S), waiting * SPACING_S)
+def pause_s(queries: int, waiting: int) -> float:
+    """Seconds until the next query of one request, after `queries` queries, while `waiting` requests wait."""
+    return max(min(FIRST_PAUSE_S * 2.0 ** min(queries, 16), LAST_PAUSE_S), waiting * SPACING_S)
 
 
 class PromiseWaiter:
@@ -721,14 +721,14 @@ class PromiseWaiter:
         if promise is None:
             return answer
         size = keys.identity.chunk_size
-        if doubt := promise.doubt(keys, size):
-            self.counts.doubted += 1
-            logger.report("doubt", "request %s: the promise is ignored: %s", keys.request_id, doubt)
+        if mismatch := promise.mismatch(keys, size):
+            self.counts.mismatched += 1
+            logger.report("mismatch", "request %s: the promise is ignored: %s", keys.request_id, mismatch)
             return answer
-        pending.believed = True
+        pending.promised = True
         if not lookup.wait_s:
             return answer  # the time of the promise had passed before this lookup
-        self.counts.promises += 1
+        self.counts.accepted += 1
         self.counts.waiting += 1
         try:
             answer = await self._until_kept(pending, promise, answer)
@@ -755,10 +755,10 @@ class PromiseWaiter:
         size = keys.identity.chunk_size
         last = keys.keys_at(promise.tokens, size)
         deadline = lookup.asked_at + lookup.wait_s
-        asks = 0
+        queries = 0
         while not self._query.keeps(promise, lookup, answer, size) and (left := deadline - self._clock()) > 0:
-            await asyncio.sleep(min(left, pause_s(asks, self.counts.waiting)))
-            asks += 1
+            await asyncio.sleep(min(left, pause_s(queries, self.counts.waiting)))
+            queries += 1
             if pending.abandoned:
                 break
             if await self._is_stored(pending, last, deadline) or self._clock() >= deadline:
@@ -769,7 +769,7 @@ class PromiseWaiter:
         left = deadline - self._clock()
         if left <= 0:
             return False
-        self.counts.asks += 1
+        self.counts.queries += 1
         try:
             async with asyncio.timeout(min(self._timeout_s, left)):
                 return await self._query.is_stored(pending.keys, last)
@@ -830,7 +830,7 @@ class Query:
         if memory is None or not self._groups.full:
             return None
         local = _LocalRank(lambda message: server.answer(message, memory))
-        answer = _run_at_once(self._prefix(keys, lookup, keys.end_candidates(), [local]))
+        answer = _run_synchronously(self._prefix(keys, lookup, keys.end_candidates(), [local]))
         answer = replace(answer, pinned=False)
         size, unit = keys.identity.chunk_size, keys.identity.block_size
         hit = answer.hit_tokens(size)
@@ -1011,7 +1011,7 @@ class _LocalRank:
     call: Callable[[Message], Coroutine[Any, Any, Message | None]]
 
 
-def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
+def _run_synchronously(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine that never suspends."""
     try:
         work.send(None)

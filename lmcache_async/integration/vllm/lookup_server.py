@@ -378,7 +378,7 @@ class LookupServer:
             self._address.unlink(missing_ok=True)
         self._closing = True
         self._server.close()
-        self._say_goodbye()
+        self._send_goodbyes()
         connections = list(self._connections)  # each is a task, so that it can be cancelled
         for connection in connections:
             connection.cancel()
@@ -399,28 +399,28 @@ class LookupServer:
             logger.report(type(error).__name__, "lookup server: connection refused: %s", error)
             writer.close()
             return
-        task = asyncio.ensure_future(self._converse(reader, writer))
+        task = asyncio.ensure_future(self._serve_connection(reader, writer))
         self._connections[task] = writer
         task.add_done_callback(lambda task: self._connections.pop(task).close())
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbyes(self) -> None:
         """Tell clients that the server closes, because workers stop before the scheduler."""
         for writer in self._connections.values():
             if not writer.is_closing():
                 writer.write(encode({"op": "goodbye"}))
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        load = _Load()
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        backlog = _Backlog()
         try:
             if self._secret:
                 await _authenticate(reader, writer, self._secret, b"server", b"client")
             async with asyncio.TaskGroup() as group:
                 while True:
-                    await load.wait_light()
+                    await backlog.wait_below_limit()
                     message = await receive(reader)
                     task = group.create_task(self._serve(message, writer))
                     task.add_done_callback(
-                        partial(self._served, load, load.add(message), self._claim(message))
+                        partial(self._served, backlog, backlog.add(message), self._claim(message))
                     )
                     del message
         except* (EOFError, ConnectionError):
@@ -474,9 +474,9 @@ class LookupServer:
                 return lookup_id
         return None
 
-    def _served(self, load: _Load, nbytes: int, lookup_id: str | None, _: object) -> None:
+    def _served(self, backlog: _Backlog, nbytes: int, lookup_id: str | None, _: object) -> None:
         """Record that a message was answered or cancelled. Unpin if its lookup was released meanwhile."""
-        load.remove(nbytes)
+        backlog.remove(nbytes)
         if lookup_id is None:
             return
         self._running[lookup_id] -= 1
@@ -522,13 +522,13 @@ async def _first(lookups: Lookups, lookup_id: str, runs: Sequence[Sequence[Chunk
     return {"first": found.position, "first_pinned": found.pinned}
 
 
-class _Load:
+class _Backlog:
     """Unanswered requests of one connection."""
 
     def __init__(self) -> None:
         self._requests = 0
         self._bytes = 0
-        self._lighter = asyncio.Event()
+        self._reduced = asyncio.Event()
 
     def add(self, message: Message) -> int:
         nbytes = sum(len(value) for value in message.values() if isinstance(value, bytes))
@@ -539,12 +539,12 @@ class _Load:
     def remove(self, nbytes: int) -> None:
         self._requests -= 1
         self._bytes -= nbytes
-        self._lighter.set()
+        self._reduced.set()
 
-    async def wait_light(self) -> None:
+    async def wait_below_limit(self) -> None:
         while self._requests >= _MAX_REQUESTS or self._bytes >= _MAX_REQUEST_BYTES:
-            self._lighter.clear()
-            await self._lighter.wait()
+            self._reduced.clear()
+            await self._reduced.wait()
 
 
 async def _listener(path: Path) -> int | None:

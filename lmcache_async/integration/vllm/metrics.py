@@ -114,7 +114,7 @@ class SchedulerMetrics(Metrics):
     def take(self) -> Samples:
         """Return the changes since the last call. If nothing has changed, the call only compares two numbers."""
         decided, promises = self._policy.counts.total(), self._promises()
-        promised = promises.kept + promises.late + promises.doubted
+        promised = promises.kept + promises.late + promises.mismatched
         if not self._changed and (decided, promised) == (self._decided, self._promised):
             return Samples()
         self._changed, self._decided, self._promised = False, decided, promised
@@ -135,7 +135,7 @@ class SchedulerMetrics(Metrics):
         promises = self._promises()
         out.add("promises_total", promises.kept, "kept")
         out.add("promises_total", promises.late, "late")
-        out.add("promises_total", promises.doubted, "doubted")
+        out.add("promises_total", promises.mismatched, "doubted")
 
 
 Part: TypeAlias = list[Any]

@@ -436,7 +436,7 @@ class RequestTracker:
             late, state.timed_out = not state.timed_out, True
             return Offer(0, late=late)
         self._repeated = False
-        hit = self._worth(state, state.answered)
+        hit = self._tokens_worth_loading(state, state.answered)
         external = max(0, hit - self._local_tokens)
         # One token must be left to compute in the same step.
         fits = hit < self.num_tokens and external <= self._policy.layerwise_tokens
@@ -460,7 +460,7 @@ class RequestTracker:
             return False  # vLLM has the promised tokens itself
         return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
 
-    def _worth(self, state: _LookupState, answered: Answered) -> int:
+    def _tokens_worth_loading(self, state: _LookupState, answered: Answered) -> int:
         """Return the number of leading tokens worth loading. It is decided anew when the number of local tokens changes."""
         if state.verdict is None or state.verdict_local != self._local_tokens:
             answer = answered.answer
@@ -471,7 +471,7 @@ class RequestTracker:
                 self.num_tokens,
                 divisible=answer.boundary is None,
             )
-            state.verdict = self._policy.decide(self.request_id, hit, promised=answered.believed)
+            state.verdict = self._policy.decide(self.request_id, hit, promised=answered.promised)
             state.verdict_local = self._local_tokens
         return state.verdict.tokens
 
@@ -483,7 +483,7 @@ class RequestTracker:
         state = self._lookup
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
-        self.junction_found(self.shared_tokens)
+        self.add_shared_boundary(self.shared_tokens)
         decided, why = self._decision(state)
         plan = RequestPlan(
             request_id=self.request_id,
@@ -639,7 +639,7 @@ class RequestTracker:
             and (self._policy.generated_tokens or boundary <= prompt)
         )
 
-    def junction_found(self, num_tokens: int) -> None:
+    def add_shared_boundary(self, num_tokens: int) -> None:
         """Add a boundary at the last end of a chunk within `num_tokens` leading tokens, which other requests share."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
         groups = self._policy.groups

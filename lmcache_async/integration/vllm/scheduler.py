@@ -20,7 +20,7 @@ from lmcache_async.integration.vllm.config import (
     roles_of,
     uses_tcp,
 )
-from lmcache_async.integration.vllm.events import MAX_NOTICES, Notice
+from lmcache_async.integration.vllm.events import MAX_EVENTS, ChunkEvent
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import (
     SKIP,
@@ -56,7 +56,7 @@ from lmcache_async.types import RequestPlan
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-_WITH_OUTPUT = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+_COMPLETED = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
 """Names of the states of requests that have ended by their own output. Not all versions of vLLM have all of them."""
 
 MAX_REPEATS = 8
@@ -491,7 +491,7 @@ class SchedulerConnector:
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
         self._plans: deque[RequestPlan] = deque(maxlen=MAX_PLANS)
-        self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self._events: deque[ChunkEvent] = deque(maxlen=MAX_EVENTS)
         self._manager: Any = None
         self._reset = ""  # see `RequestKeys.reset`
 
@@ -604,7 +604,7 @@ class SchedulerConnector:
             self._others.admitted(tracker)
         admission = tracker.admitted(external_tokens)
         if self._groups.bounded:  # vLLM 0.31 and older, which lack the attribute, have one group
-            tracker.junction_found(request.shared_prefix_boundary)
+            tracker.add_shared_boundary(request.shared_prefix_boundary)
         self.metrics.admitted(admission)
         if self._wants_plans and admission.first:
             self._plans.append(admission.plan)
@@ -614,12 +614,12 @@ class SchedulerConnector:
             span = tracker.load_started(external_tokens)
             try:
                 self._start_load(tracker, span, blocks)
-            except Exception:  # no load is running, so `lose_load` can report it as failed
+            except Exception:  # no load is running, so `fail_load` can report it as failed
                 self._release(tracker.load_ended())
                 raise
         return True
 
-    def lose_load(self, request: Any, blocks: Any) -> None:
+    def fail_load(self, request: Any, blocks: Any) -> None:
         """Report all blocks of a load as failed, because it cannot be planned and vLLM waits for it."""
         tracker = self._tracker(request)
         span = tracker.load_impossible()
@@ -677,7 +677,7 @@ class SchedulerConnector:
         if isinstance(report, WorkerReport):
             self._stores.copied(report.copied)
             self._stores_answered(report)
-            self._notices.extend(report.notices)
+            self._events.extend(report.events)
             self.load_policy.prefill.end(report.step)
 
     def finished(self, request: Any) -> Promise | None:
@@ -694,7 +694,7 @@ class SchedulerConnector:
         self._peeked.pop(tracker.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.job.layerwise:
-            if request.status.name in _WITH_OUTPUT:  # so its step has loaded everything
+            if request.status.name in _COMPLETED:  # so its step has loaded everything
                 self._load_ended(request.request_id)
             else:
                 # Whether the load has failed is not known yet. Blocks that its step computed after the hit are in vLLM's
@@ -776,11 +776,11 @@ class SchedulerConnector:
         tracker = self._trackers.get(request.request_id)
         return tracker.tokens_by_tier(num_tokens) if tracker is not None else {}
 
-    def take_notices(self) -> list[Notice]:
+    def take_chunk_events(self) -> list[ChunkEvent]:
         """take_events: chunks that tiers stored or removed since the last call."""
-        notices = list(self._notices)
-        self._notices.clear()
-        return notices
+        events = list(self._events)
+        self._events.clear()
+        return events
 
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: what was counted since the last call."""

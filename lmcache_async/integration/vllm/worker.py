@@ -37,7 +37,7 @@ from lmcache_async.integration.vllm.config import (
     shard_namespace,
     uses_tcp,
 )
-from lmcache_async.integration.vllm.events import Notices
+from lmcache_async.integration.vllm.events import ChunkEvents
 from lmcache_async.integration.vllm.groups import HeadShard, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import (
@@ -100,13 +100,13 @@ class Transfers:
         chunk_size: int,
         groups: KVGroups,
         layout: KVLayout,
-        notices: Notices | None = None,
+        events: ChunkEvents | None = None,
     ) -> None:
         self.layerwise = LayerwiseLoads(self.give_up, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
-        self._notices = notices
+        self._events = events
         self._chunk_size = chunk_size
         self._groups = groups
         self._epoch = 0
@@ -137,7 +137,7 @@ class Transfers:
             waited.update(self.layerwise.start([job for job in jobs if job.layerwise]))
             fence = self._engine.copier.fence()
             return self._loop.submit(
-                _together(
+                _run_all(
                     self._load(job, fence, waited.get(job.job_id), awaited=job.job_id in awaited)
                     for job in jobs
                 )
@@ -154,7 +154,7 @@ class Transfers:
 
         def submit() -> Future[Any]:
             fence = self._engine.copier.fence()
-            return self._loop.submit(_together(self._store(job, fence) for job in jobs))
+            return self._loop.submit(_run_all(self._store(job, fence) for job in jobs))
 
         with self._lock:
             self._storing.update((job.job_id, len(job.parts)) for job in jobs)
@@ -235,7 +235,7 @@ class Transfers:
         try:
             # The largest part first: it is copied while the others are planned.
             parts = sorted(job.parts, key=lambda part: len(part.tokens), reverse=True)
-            loaded = await _together(
+            loaded = await _run_all(
                 self._load_part(job, part, fence, progress, reports, awaited=awaited) for part in parts
             )
             missing = [block for blocks in loaded for block in blocks]
@@ -296,7 +296,7 @@ class Transfers:
             if job.epoch < self._epoch:
                 unshared = None
                 return
-            reports = await _together(self._store_part(job, part, fence) for part in job.parts)
+            reports = await _run_all(self._store_part(job, part, fence) for part in job.parts)
             report = merge_stores(reports)
             unshared = job.num_chunks - report.present - report.shared
             if job.epoch < self._epoch or not (unshared or report.shared):
@@ -338,8 +338,10 @@ class Transfers:
         block_size = self._groups[part.group].block_size
         pairs = list(part.chunks(self._rank, self._chunk_size, block_size))
         chunks = tuple(chunk for chunk, _ in pairs)
-        if self._notices is not None and self._groups.full and part.group == self._groups.leading.index:
-            self._notices.know(chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name)
+        if self._events is not None and self._groups.full and part.group == self._groups.leading.index:
+            self._events.announce(
+                chunks, part.parents[self._rank] if part.parents else b"", job.event_lora_name
+            )
         return chunks, tuple(rows for _, rows in pairs)
 
     def _load_ended(self, job: Job, failed_blocks: Iterable[int]) -> None:
@@ -396,7 +398,7 @@ class Transfers:
                     self._copied[job.job_id] = 1
 
 
-async def _together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _run_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results in order. If one fails, the others are cancelled."""
     coroutines = list(works)
     if len(coroutines) == 1:
@@ -429,7 +431,7 @@ class LayerwiseLoads:
         self._ends = layer_ends
         self._num_planes = num_planes
         self._jobs: list[tuple[Job, LoadProgress]] = []
-        self._unasked: set[str] = set()
+        self._layers_left: set[str] = set()
         self._deadline = 0.0
 
     def start(self, jobs: Sequence[Job]) -> Mapping[int, LoadProgress]:
@@ -438,7 +440,7 @@ class LayerwiseLoads:
             return {}
         self.settle()
         self._jobs = [(job, LoadProgress(self._num_planes)) for job in jobs]
-        self._unasked = set(self._ends)
+        self._layers_left = set(self._ends)
         self._deadline = time.monotonic() + BEGIN_S
         return {job.job_id: progress for job, progress in self._jobs}
 
@@ -450,9 +452,9 @@ class LayerwiseLoads:
         for _, progress in self._jobs:
             progress.wait(self._num_planes if planes is None else planes, deadline=self._deadline)
         if planes is not None:
-            self._unasked.discard(layer_name)
-        elif len(self._unasked) == len(self._ends):  # the first layer has waited for all planes
-            self._unasked.clear()
+            self._layers_left.discard(layer_name)
+        elif len(self._layers_left) == len(self._ends):  # the first layer has waited for all planes
+            self._layers_left.clear()
 
     def settle(self) -> None:
         """Report loads as failed if the forward pass did not wait for all layers, or if their outcome is unknown.
@@ -463,9 +465,9 @@ class LayerwiseLoads:
             return
         jobs, self._jobs = self._jobs, []
         for job, progress in jobs:
-            proven = False
+            awaited = False
             try:
-                proven = self._is_proven(progress)
+                awaited = self._was_awaited(progress)
             except Exception as error:  # vLLM computes tokens that are not known to be loaded
                 logger.log(
                     logging.ERROR,
@@ -474,20 +476,20 @@ class LayerwiseLoads:
                     error,
                     exc_info=True,
                 )
-            if not proven:
+            if not awaited:
                 self._give_up(job)
 
-    def _is_proven(self, progress: LoadProgress) -> bool:
+    def _was_awaited(self, progress: LoadProgress) -> bool:
         """Return whether the forward pass waited for every layer, and the outcome of the load is known."""
         if not progress.wait_ended(deadline=max(self._deadline, time.monotonic() + BEGIN_S)):
             logger.report("late", "a load made no progress for %.1f s; its tokens are computed", BEGIN_S)
             return False
-        if self._unasked:
+        if self._layers_left:
             logger.report(
-                "unasked",
+                "layers",
                 "vLLM did not wait for layer %s (%d layers in all); set vllm.layerwise_load to never",
-                min(self._unasked),
-                len(self._unasked),
+                min(self._layers_left),
+                len(self._layers_left),
             )
             return False
         return True
@@ -609,7 +611,7 @@ class RankEngine:
         self.engine: CacheEngine | None = None
         self._transfers: Transfers | None = None
         self._feed: StatsFeed | None = None
-        self._notices = Notices(config.chunk_size) if kv_events and rank == 0 else None
+        self._events = ChunkEvents(config.chunk_size) if kv_events and rank == 0 else None
         self.loads_early = False
 
     @classmethod
@@ -724,7 +726,7 @@ class RankEngine:
             chunk_size=self.config.chunk_size,
             groups=self._groups,
             layout=groups[0].layout,
-            notices=self._notices,
+            events=self._events,
         )
         self.server = LookupServer(
             engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory_lookup
@@ -739,8 +741,8 @@ class RankEngine:
     def take_report(self, step: int) -> WorkerReport:
         """Return the report of a step, with all events since the last call."""
         transfers = self.transfers
-        notices = self._notices.take() if self._notices is not None else ()
-        return WorkerReport(transfers.take_copied(), *transfers.take_answered(), notices, step)
+        events = self._events.take() if self._events is not None else ()
+        return WorkerReport(transfers.take_copied(), *transfers.take_answered(), events, step)
 
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: return the changes of the engine's metrics since the last call."""
@@ -779,7 +781,7 @@ class RankEngine:
     async def _serve(self, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]) -> None:
         """Keep engine and server open until stopped. One task opens and closes them."""
         try:
-            options: dict[str, Any] = {} if self._notices is None else {"watcher": self._notices}
+            options: dict[str, Any] = {} if self._events is None else {"watcher": self._events}
             if len(groups) > 1:
                 options["more_groups"] = groups[1:]
             opening = self._open_engine(
@@ -927,7 +929,7 @@ class WorkerConnector:
     def take_report(self) -> WorkerReport | None:
         step, self._step = self._step, 0
         report = reduce(WorkerReport.aggregate, [engine.take_report(step) for engine in self.engines])
-        return report if report.copied or report.answered or report.notices or step else None
+        return report if report.copied or report.answered or report.events or step else None
 
     def close(self) -> None:
         """Close the engines at the same time; see `RankEngine.close`."""

@@ -150,7 +150,7 @@ def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
     broken: LMCacheAsyncConnector, monkeypatch
 ):
     lost: list[Any] = []
-    monkeypatch.setattr(broken.scheduler, "lose_load", lambda *call: lost.append(call), raising=False)
+    monkeypatch.setattr(broken.scheduler, "fail_load", lambda *call: lost.append(call), raising=False)
 
     broken.update_state_after_alloc("request", "blocks", 0)
     assert lost == []

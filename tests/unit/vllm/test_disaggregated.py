@@ -52,7 +52,7 @@ class Pair:
 
         def asked() -> bool:
             consumer.step()
-            return bool(counts.asks >= asks)
+            return bool(counts.queries >= asks)
 
         self.simulators.until(asked)
 
@@ -118,7 +118,7 @@ def test_one_rank_and_two_ranks_keep_each_others_promises_of_head_shards(
 
     assert consumer.cached_tokens["d"] == (0, 288)
     assert consumer.outputs["d"] == expected(tokens, 4)
-    assert (waits(consumer).kept, waits(consumer).late, waits(consumer).doubted) == (1, 0, 0)
+    assert (waits(consumer).kept, waits(consumer).late, waits(consumer).mismatched) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(

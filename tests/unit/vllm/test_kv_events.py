@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmcache_async.integration.vllm.events import MAX_KNOWN, MAX_NOTICES, Notices, Removed, Stored
+from lmcache_async.integration.vllm.events import MAX_ANNOUNCED, MAX_EVENTS, ChunkEvents, Removed, Stored
 from lmcache_async.types import Chunk, ChunkKey
 from tests.support.vllm_simulator import SimulatedVLLM, Simulators, Until, prompt
 
@@ -89,7 +89,7 @@ def test_evictions_of_a_full_tier_are_notified(
 
     engine = sim.ranks[0].connector.worker.engines[0].engine
     until(lambda: engine.statistics().running == 0)
-    steps_until(sim, until, lambda: engine.statistics().running == 0 and not sim.connector.scheduler._notices)
+    steps_until(sim, until, lambda: engine.statistics().running == 0 and not sim.connector.scheduler._events)
     has: set[bytes] = set()
     for event in events:
         if event.ownership == "cpu":
@@ -121,32 +121,32 @@ def test_without_kv_events_no_tier_is_watched(make: Any) -> None:
     sim.add("one", prompt(300), max_tokens=1)
     sim.run()
 
-    assert sim.ranks[0].connector.worker.engines[0]._notices is None
+    assert sim.ranks[0].connector.worker.engines[0]._events is None
     assert list(sim.connector.take_events()) == []
 
 
 def test_a_chunk_that_is_announced_again_is_remembered_as_long_as_a_new_one() -> None:
     token = np.zeros(1, np.int32)
-    notices = Notices(1)
-    chunks = [Chunk(ChunkKey(number.to_bytes(16)), 0, token) for number in range(MAX_KNOWN + 1)]
+    events = ChunkEvents(1)
+    chunks = [Chunk(ChunkKey(number.to_bytes(16)), 0, token) for number in range(MAX_ANNOUNCED + 1)]
     for some in (chunks[:-1], chunks[:1], chunks[-1:]):
-        notices.know(some, b"", "")
+        events.announce(some, b"", "")
 
-    notices.stored("cpu", [chunks[0].key, chunks[1].key])
+    events.stored("cpu", [chunks[0].key, chunks[1].key])
 
-    assert [notice.key for notice in notices.take() if isinstance(notice, Stored)] == [chunks[0].key]
+    assert [event.key for event in events.take() if isinstance(event, Stored)] == [chunks[0].key]
 
 
-def test_notices_are_bounded() -> None:
-    notices = Notices(CHUNK)
-    for number in range(MAX_NOTICES + 5):
-        notices.removed("cpu", (number.to_bytes(16),))  # type: ignore[arg-type]
+def test_events_are_bounded() -> None:
+    events = ChunkEvents(CHUNK)
+    for number in range(MAX_EVENTS + 5):
+        events.removed("cpu", (number.to_bytes(16),))  # type: ignore[arg-type]
 
-    taken = notices.take()
+    taken = events.take()
 
-    assert len(taken) == MAX_NOTICES
-    assert taken[-1] == Removed("cpu", ((MAX_NOTICES + 4).to_bytes(16),))
-    assert notices.take() == ()
-    assert MAX_KNOWN < MAX_NOTICES
-    notices.stored("cpu", [b"unknown key"])  # type: ignore[list-item]
-    assert not any(isinstance(notice, Stored) for notice in notices.take())
+    assert len(taken) == MAX_EVENTS
+    assert taken[-1] == Removed("cpu", ((MAX_EVENTS + 4).to_bytes(16),))
+    assert events.take() == ()
+    assert MAX_ANNOUNCED < MAX_EVENTS
+    events.stored("cpu", [b"unknown key"])  # type: ignore[list-item]
+    assert not any(isinstance(event, Stored) for event in events.take())

@@ -460,7 +460,7 @@ def test_closed_connections_are_not_logged(
     monkeypatch.setattr(lookup_module, "logger", LimitedLogger(logging.getLogger(lookup_module.__name__)))
     caplog.set_level(logging.INFO)
     if not goodbye:
-        monkeypatch.setattr(LookupServer, "_say_goodbye", lambda server: None)
+        monkeypatch.setattr(LookupServer, "_send_goodbyes", lambda server: None)
     caplog.clear()
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
     for _ in range(2):  # after the second attempt, the first one has been recorded

@@ -316,8 +316,8 @@ def test_vllms_own_hit_is_not_awaited():
 
 def test_promised_chunks_are_loaded_although_computing_is_faster():
     bench = Bench(**{"vllm.prefill_tokens_per_s": 1e6})
-    for believed, loaded in [(False, 0), (True, 16)]:
+    for promised, loaded in [(False, 0), (True, 16)]:
         request = bench.request(20, params=PROMISE.params())
         answer = replace(hit(2), costs=((2, 5.0),))
-        bench.client.answer(bench.client.asked[-1], answer, believed=believed)
+        bench.client.answer(bench.client.asked[-1], answer, promised=promised)
         assert bench.scheduler.match(request, 0)[0] == loaded

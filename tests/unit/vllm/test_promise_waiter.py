@@ -119,16 +119,16 @@ WHOLE = promise_of(PROMPT, 30)
 
 def test_without_a_promise_there_is_no_wait(bench: Bench):
     answer, lookup, when = bench.ask(None)
-    assert (answer.chunks, when, lookup.believed) == (0, AT_ONCE, False)
+    assert (answer.chunks, when, lookup.promised) == (0, AT_ONCE, False)
     assert bench.ranks[0].asked == ["lookup", "first"]
 
 
 def test_a_promise_that_is_already_kept_costs_one_lookup(bench: Bench):
     bench.put(PROMPT, 0.0)
     answer, lookup, when = bench.ask(WHOLE)
-    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (30, AT_ONCE, True)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (30, AT_ONCE, True)
     assert bench.ranks[0].asked == ["lookup"]
-    assert (bench.counts.promises, bench.counts.kept, bench.counts.asks) == (1, 1, 0)
+    assert (bench.counts.accepted, bench.counts.kept, bench.counts.queries) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_while_waiting_it_looks_up_only_the_first_missing_key_at_growing_interva
     assert asked[:2] == ["lookup", "first"]  # the stored prefix, and the first missing chunk
     assert set(asked[2:-2]) == {"first"}
     assert asked[-2:] == ["lookup", "first"]  # the final answer
-    assert bench.counts.asks == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
+    assert bench.counts.queries == len(asked) - 4 <= 5 + WAIT_S / LAST_PAUSE_S
 
 
 def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
@@ -166,7 +166,7 @@ def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
     bench.put(PROMPT[:16], 1.0, first=1)
     answer, lookup, when = bench.ask(WHOLE)
     assert (answer.hit_tokens(CHUNK), when) == (16, AT_THE_END)
-    assert lookup.believed
+    assert lookup.promised
     assert (bench.counts.kept, bench.counts.late) == (0, 1)
 
 
@@ -194,8 +194,8 @@ def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
 def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(bench: Bench, promise: Promise):
     bench.put(PROMPT[:8], 0.0)
     answer, lookup, when = bench.ask(promise)
-    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (8, AT_ONCE, False)
-    assert (bench.counts.doubted, bench.counts.promises) == (1, 0)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (8, AT_ONCE, False)
+    assert (bench.counts.mismatched, bench.counts.accepted) == (1, 0)
 
 
 def test_queries_during_the_wait_are_not_of_the_lookup_so_that_they_pin_nothing(bench: Bench):
@@ -204,13 +204,13 @@ def test_queries_during_the_wait_are_not_of_the_lookup_so_that_they_pin_nothing(
 
     asked = Counter(bench.ranks[0].lookups)
     assert asked["r#1"] == 2 * bench.ranks[0].asked.count("lookup")  # each with its partial chunk
-    assert asked[""] == bench.counts.asks > 3
+    assert asked[""] == bench.counts.queries > 3
 
 
 def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing(bench: Bench):
     answer, lookup, when = bench.ask(WHOLE, wait_s=0.0)
-    assert (answer.hit_tokens(CHUNK), when, lookup.believed) == (0, AT_ONCE, True)
-    assert (bench.counts.promises, bench.counts.late) == (0, 0)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (0, AT_ONCE, True)
+    assert (bench.counts.accepted, bench.counts.late) == (0, 0)
 
 
 def test_a_request_that_is_gone_is_not_waited_for(bench: Bench):
@@ -242,14 +242,14 @@ def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_secon
         return now()
 
     assert bench.run(all_at_once()) <= WAIT_S + 0.3
-    assert bench.counts.asks <= WAIT_S / SPACING_S + 300 * 2
+    assert bench.counts.queries <= WAIT_S / SPACING_S + 300 * 2
     assert bench.counts.late == 300
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**5))
-def test_pauses_grow_to_a_bound_and_with_the_number_that_wait(asks: int, waiting: int):
-    pause = pause_s(asks, waiting)
+def test_pauses_grow_to_a_bound_and_with_the_number_that_wait(queries: int, waiting: int):
+    pause = pause_s(queries, waiting)
 
     assert FIRST_PAUSE_S <= pause <= max(LAST_PAUSE_S, waiting * SPACING_S)
-    assert pause <= pause_s(asks + 1, waiting)
+    assert pause <= pause_s(queries + 1, waiting)
     assert waiting / pause <= 1 / SPACING_S * (1 + 1e-9)

@@ -479,7 +479,7 @@ def test_a_prefix_that_others_have_is_longer_than_the_hit() -> None:
 
 def test_one_group_of_full_attention_has_no_boundaries() -> None:
     tracker = tracker_of(21)
-    tracker.junction_found(16)
+    tracker.add_shared_boundary(16)
 
     assert tracker.plan_boundaries(21) == []
 

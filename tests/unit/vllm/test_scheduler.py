@@ -617,7 +617,7 @@ def test_a_load_whose_job_cannot_be_created_is_lost_too():
 
     with pytest.raises(ValueError, match="zip"):
         bench.scheduler.allocated(request, blocks, external)
-    bench.scheduler.lose_load(request, blocks)
+    bench.scheduler.fail_load(request, blocks)
 
     (job,) = bench.scheduler.take_loads()
     assert job.parts[0].keys == ()
@@ -753,7 +753,7 @@ def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
     bench.scheduler.match(request, 4)
     blocks = SimpleNamespace(blocks=(bench.blocks_of(request, 16),))
 
-    bench.scheduler.lose_load(request, blocks)
+    bench.scheduler.fail_load(request, blocks)
 
     (job,) = bench.scheduler.take_loads()
     assert (job.parts[0].keys, job.layerwise) == ((), True)

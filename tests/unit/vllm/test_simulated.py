@@ -332,13 +332,13 @@ def test_a_load_that_fails_after_its_blocks_are_filled_is_computed_again(
     simulators: Simulators, monkeypatch: pytest.MonkeyPatch
 ):
     sim, tokens = simulators.stored()
-    is_proven = LayerwiseLoads._is_proven
+    is_proven = LayerwiseLoads._was_awaited
 
     def unproven(loads: LayerwiseLoads, progress: LoadProgress) -> bool:
         is_proven(loads, progress)
         return False
 
-    monkeypatch.setattr(LayerwiseLoads, "_is_proven", unproven)
+    monkeypatch.setattr(LayerwiseLoads, "_was_awaited", unproven)
     sim.add("warm", tokens)
     sim.run()
 

@@ -392,7 +392,7 @@ def test_kv_events_are_of_the_leading_group(make: Callable[..., Worker], until: 
     report = side.take_report()
 
     assert report is not None
-    assert [notice.key for notice in report.notices] == [keys[leading]]
+    assert [event.key for event in report.events] == [keys[leading]]
 
 
 def test_stores_start_after_the_forward_behind_a_fence(worker: Worker, until: Until):
@@ -662,7 +662,7 @@ def test_blocks_that_were_not_found_or_not_awaited_are_known_when_the_forward_en
     for name in waited:
         deep.wait_for_layer(name)
     if broken == "outcome":
-        monkeypatch.setattr(worker_module.LayerwiseLoads, "_is_proven", lambda *_: 1 / 0)
+        monkeypatch.setattr(worker_module.LayerwiseLoads, "_was_awaited", lambda *_: 1 / 0)
 
     assert deep.take_failed_blocks() == failed
     assert deep.take_finished() == set()

@@ -1,4 +1,4 @@
-"""Notices about chunks that tiers have stored and removed."""
+"""Chunk events of tiers: stored and removed."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ async def agree(engine, watcher, *tiers):
 
 
 @pytest.mark.parametrize("disk_chunks", [4, 100])
-async def test_notices_agree_with_the_content_of_the_tiers(tmp_path, disk_chunks):
+async def test_chunk_events_agree_with_the_content_of_the_tiers(tmp_path, disk_chunks):
     """With stores, evictions of both tiers, promotion and clearing."""
     rig, watcher = Rig(slabs=8), Watching()
     disk = {"name": "disk", "path": str(tmp_path), "max_bytes": disk_chunks * rig.slab_bytes}
