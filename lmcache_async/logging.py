@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import time
 from collections.abc import Callable
 
@@ -46,6 +47,12 @@ class LimitedLogger:
     def report(self, cause: str, message: str, *arguments: object) -> None:
         """Log a warning."""
         self.log(logging.WARNING, cause, message, *arguments, stacklevel=2)
+
+    def exception(self, message: str, *arguments: object) -> None:
+        """Log the error that is being handled, with its traceback. Errors of the same type and text are one cause."""
+        error = sys.exception()
+        cause = f"{type(error).__name__}: {describe(error)}" if error is not None else message
+        self.log(logging.ERROR, cause, f"{message}: %s", *arguments, cause, exc_info=True, stacklevel=2)
 
     def log(
         self,

@@ -298,20 +298,9 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Return the result of a call, or `otherwise` if it fails."""
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - no request may fail because of the connector
-            _report(error)
+        except Exception:  # no request may fail because of the connector
+            logger.exception("an unexpected error of LMCacheAsyncConnector, please report it")
             return otherwise
-
-
-def _report(error: Exception) -> None:
-    cause = f"{type(error).__name__}: {error}"
-    logger.log(
-        logging.ERROR,
-        cause,
-        "an unexpected error of LMCacheAsyncConnector, please report it: %s",
-        cause,
-        exc_info=True,
-    )
 
 
 def _log_to_vllm() -> None:

@@ -224,9 +224,19 @@ class LoadPolicy:
             "load" if chosen == hit.tokens else "partial" if chosen > hit.local_tokens else "recompute"
         )
         self.counts[decided] += 1
+        why = why or _comparison(decided, hit, chosen, times)
         if decided != "load":
-            self._explain(decided, request_id, hit, chosen, times)
-        return Verdict(decided, chosen, why or _comparison(decided, hit, chosen, times))
+            self._logger.log(
+                logging.INFO,
+                decided,
+                "request %s: decided=%s: of a hit of %d tokens %d are used: %s",
+                request_id,
+                decided,
+                hit.tokens,
+                chosen,
+                why,
+            )
+        return Verdict(decided, chosen, why)
 
     def _forced(self, promised: bool) -> str:
         """Return the reason for loading the hit without comparing times; "" if they are compared."""
@@ -249,19 +259,6 @@ class LoadPolicy:
                 hit.costs, hit.local_tokens // size
             )
         return load + self.prefill.seconds(hit.asked_tokens - tokens)
-
-    def _explain(self, decided: str, request_id: str, hit: Hit, chosen: int, times: dict[int, float]) -> None:
-        self._logger.log(
-            logging.INFO,
-            decided,
-            "request %s: decided=%s: of a hit of %d tokens %d are used: %.3f s to the first token, %.3f s with the whole hit",
-            request_id,
-            decided,
-            hit.tokens,
-            chosen,
-            times[chosen],
-            times[hit.tokens],
-        )
 
 
 def _comparison(decided: Decided, hit: Hit, chosen: int, times: Mapping[int, float]) -> str:

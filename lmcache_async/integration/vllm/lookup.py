@@ -392,10 +392,8 @@ class LookupClient:
             call = self._calls.popleft()
             try:
                 call()
-            except Exception as error:  # a failed call must not end the thread
-                logger.log(
-                    logging.ERROR, repr(error), "a task of the lookup client failed: %r", error, exc_info=True
-                )
+            except Exception:  # a failed call must not end the thread
+                logger.exception("a task of the lookup client failed")
 
     def _look_up(self, keys: RequestKeys, lookup: Lookup) -> None:
         self._hash(keys, lookup.num_tokens)
@@ -422,8 +420,8 @@ class LookupClient:
                 self._timeout_s,
             )
             pending.abandoned = True
-        except Exception as error:  # a failure is a miss
-            logger.log(logging.ERROR, repr(error), "a lookup failed and is a miss: %r", error, exc_info=True)
+        except Exception:  # a failure is a miss
+            logger.exception("a lookup failed and is a miss")
             pending.abandoned = True
         del self._pending[lookup_id]
         self._answers.append(
@@ -524,8 +522,8 @@ async def _guarded(work: Coroutine[Any, Any, None]) -> bool:
     """Run a task of the client and log an unexpected error. Return whether there was none."""
     try:
         await work
-    except Exception as error:  # it must not end the other tasks
-        logger.log(logging.ERROR, repr(error), "a task of the lookup client failed: %r", error, exc_info=True)
+    except Exception:  # it must not end the other tasks
+        logger.exception("a task of the lookup client failed")
         return False
     return True
 

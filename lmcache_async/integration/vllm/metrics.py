@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self, TypeAlias
 
@@ -27,14 +26,6 @@ logger = LimitedLogger(logging.getLogger(__name__))
 
 _RATE_TOKENS = 1000
 """Prompt length for which the prefill speed is exported."""
-
-
-@dataclass(slots=True)
-class _LoadTokens:
-    asked: int
-    local: int
-    hit: int
-    tiers: Mapping[str, int]
 
 
 class SchedulerMetrics(Metrics):
@@ -58,7 +49,7 @@ class SchedulerMetrics(Metrics):
             self.counter("lookups_total", result)
         for cause in ("blocks", "keys"):
             self.counter("skipped_chunks_total", cause)
-        self._loading: dict[str, _LoadTokens] = {}
+        self._loading: dict[str, Admission] = {}  # by request id
         self._changed = True
         self._decided = 0
         self._promised = 0
@@ -86,30 +77,24 @@ class SchedulerMetrics(Metrics):
         if admission.result is None:
             return
         plan = admission.plan
-        asked, local = plan.prompt_tokens, plan.local_tokens
-        self._count(self._asked_tokens, asked - local)
+        self._count(self._asked_tokens, plan.prompt_tokens - plan.local_tokens)
         self._count(self.counter("lookups_total", admission.result))
         if admission.result not in ("hit", "miss"):
             return
         for tier, tokens in admission.hit_by_tier.items():
             self.counter("lookup_hit_tokens_total", tier).add(tokens)
         if plan.load_tokens:
-            self._loading[plan.request_id] = _LoadTokens(
-                asked, local, local + plan.load_tokens, admission.load_by_tier
-            )
+            self._loading[plan.request_id] = admission
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
         """Count the loaded tokens and the time that computing them would have taken."""
-        load = self._loading.pop(request_id, None)
-        if load is None or failed:
+        admission = self._loading.pop(request_id, None)
+        if admission is None or failed:
             return
         self._changed = True
-        for tier, tokens in load.tiers.items():
+        for tier, tokens in admission.load_by_tier.items():
             self.counter("load_tokens_total", tier).add(tokens)
-        prefill = self._policy.prefill
-        if prefill.known:
-            computed = prefill.seconds(load.asked - load.local) - prefill.seconds(load.asked - load.hit)
-            self._saved_s.add(max(0.0, computed))
+        self._saved_s.add(self._policy.prefill.seconds(admission.plan.load_tokens))
 
     def take(self) -> Samples:
         """Return the changes since the last call. If nothing has changed, the call only compares two numbers."""
@@ -241,9 +226,8 @@ class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for series, labels, value in Samples.from_plain(plain):
                     if series.name in self._metrics:
                         self._note(source, series, labels, value, engine_idx)
-        except Exception as error:  # nothing of ours is raised into vLLM
-            cause = f"{type(error).__name__}: {error}"
-            logger.log(logging.ERROR, cause, "metrics of LMCacheAsyncConnector: %s", cause, exc_info=True)
+        except Exception:  # nothing of ours is raised into vLLM
+            logger.exception("metrics of LMCacheAsyncConnector")
 
     def _made(self, series: Series) -> Any:
         common = {

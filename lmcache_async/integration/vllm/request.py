@@ -219,14 +219,12 @@ class StoreSpan:
 
     Attributes:
         is_tail: The single chunk is the partial end of the prompt.
-        hashed: The keys of the chunks are known.
     """
 
     first: int
     stop: int
     is_tail: bool
     num_tokens: int
-    hashed: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -732,7 +730,6 @@ class RequestTracker:
     def _spans(self, full: int, tail: bool, in_flight: Mapping[bytes, int], room: int) -> list[StoreSpan]:
         cursor, size = self._cursor, self._policy.chunk_size
         blocks_per_chunk = self._policy.blocks_of(size)
-        hashed = self.keys.num_hashed // size
         spans: list[StoreSpan] = []
         while cursor.next_chunk < full:
             first = cursor.next_chunk
@@ -748,13 +745,12 @@ class RequestTracker:
                 )
             if stop == first:
                 return spans  # no room; a later step tries again
-            spans.append(StoreSpan(first, stop, False, (stop - first) * size, hashed=stop <= hashed))
+            spans.append(StoreSpan(first, stop, is_tail=False, num_tokens=(stop - first) * size))
             room -= (stop - first) * blocks_per_chunk
             cursor.next_chunk = stop
         last = self.keys.num_prompt_tokens // size
         if tail and cursor.next_chunk >= last and room >= self._policy.blocks_of(self._tail_tokens):
-            hashed_tail = self.keys.tail is not None
-            spans.append(StoreSpan(last, last + 1, True, self._tail_tokens, hashed=hashed_tail))
+            spans.append(StoreSpan(last, last + 1, is_tail=True, num_tokens=self._tail_tokens))
             cursor.tail_pending = False
         return spans
 

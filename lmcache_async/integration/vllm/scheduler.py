@@ -237,7 +237,7 @@ class StoreQueue:
                     f"request {tracker.request_id} does not have blocks {start} to {stop} of group {group.index}"
                 )
         self._plan(job_id, tracker, span, 0, pinned, epoch=epoch, now=now)
-        if span.hashed and not span.is_tail:
+        if not span.is_tail and tracker.keys.num_hashed >= span.stop * self._chunk_size:
             keys = tuple(tracker.keys.key(0, chunk) for chunk in range(span.first, span.stop))
             self._job_keys[job_id] = keys
             self.keys_in_flight.update(dict.fromkeys(keys, job_id if tracker.hands_over else 0))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from vllm.utils.network_utils import get_ip
 
@@ -52,7 +52,6 @@ from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import merge_retrieves, merge_stores
-from lmcache_async.tiers.handle import Watcher
 from lmcache_async.types import BlockIds, Chunk, RequestPlan, RetrieveReport, StoreReport
 
 T = TypeVar("T")
@@ -86,7 +85,6 @@ class Transfers:
     on. Otherwise they are reported by request, because a block id does not identify its group, and vLLM computes the
     whole request.
 
-    Args:
     Attributes:
         layerwise: The loads that the forward pass of their own step awaits.
     """
@@ -170,8 +168,8 @@ class Transfers:
         """Submit work to the loop. Call `lost` when the work has ended, or if it cannot be started."""
         try:
             started = submit()
-        except Exception as error:  # vLLM computes tokens that are not loaded; a lost store is a later miss
-            logger.log(logging.ERROR, repr(error), "%s could not be started: %r", what, error, exc_info=True)
+        except Exception:  # vLLM computes tokens that are not loaded; a lost store is a later miss
+            logger.exception("%s could not be started", what)
             lost()
         else:
             started.add_done_callback(lambda _: lost())
@@ -239,15 +237,8 @@ class Transfers:
                 self._load_part(job, part, fence, progress, reports, awaited=awaited) for part in parts
             )
             missing = [block for blocks in loaded for block in blocks]
-        except Exception as error:  # the load fails, and vLLM computes instead
-            logger.log(
-                logging.ERROR,
-                repr(error),
-                "the load of request %s failed; its tokens are computed: %r",
-                job.request_id,
-                error,
-                exc_info=True,
-            )
+        except Exception:  # the load fails, and vLLM computes instead
+            logger.exception("the load of request %s failed; its tokens are computed", job.request_id)
         finally:
             self._load_ended(job, missing)
             if progress is not None:
@@ -302,15 +293,8 @@ class Transfers:
             if job.epoch < self._epoch or not (unshared or report.shared):
                 unshared = None  # cleared meanwhile, or all chunks were stored before
             self._engine.report_stored(job.request_id, report)
-        except Exception as error:  # the store is dropped
-            logger.log(
-                logging.ERROR,
-                repr(error),
-                "chunks of request %s are not stored: %r",
-                job.request_id,
-                error,
-                exc_info=True,
-            )
+        except Exception:  # the store is dropped
+            logger.exception("chunks of request %s are not stored", job.request_id)
         finally:
             self._copies_ended([job])
             self._answer(job, unshared)
@@ -468,14 +452,8 @@ class LayerwiseLoads:
             awaited = False
             try:
                 awaited = self._was_awaited(progress)
-            except Exception as error:  # vLLM computes tokens that are not known to be loaded
-                logger.log(
-                    logging.ERROR,
-                    repr(error),
-                    "the outcome of a load is unknown; its tokens are computed: %r",
-                    error,
-                    exc_info=True,
-                )
+            except Exception:  # vLLM computes tokens that are not known to be loaded
+                logger.exception("the outcome of a load is unknown; its tokens are computed")
             if not awaited:
                 self._give_up(job)
 
@@ -551,17 +529,8 @@ class StatsFeed:
             self._ready = (samples, new) if new else None
 
 
-class OpenEngine(Protocol):
-    def __call__(
-        self,
-        config: EngineConfig,
-        *,
-        layout: KVLayout,
-        namespace: Namespace,
-        watcher: Watcher | None = None,
-        replica: int = 0,
-        more_groups: Sequence[EngineGroup] = (),
-    ) -> AbstractAsyncContextManager[Any]: ...
+OpenEngine: TypeAlias = Callable[..., AbstractAsyncContextManager[Any]]
+"""`CacheEngine.open` or a replacement."""
 
 
 class RankEngine:
@@ -781,15 +750,13 @@ class RankEngine:
     async def _serve(self, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]) -> None:
         """Keep engine and server open until stopped. One task opens and closes them."""
         try:
-            options: dict[str, Any] = {} if self._events is None else {"watcher": self._events}
-            if len(groups) > 1:
-                options["more_groups"] = groups[1:]
             opening = self._open_engine(
                 self.config,
                 layout=groups[0].layout,
                 namespace=groups[0].namespace,
+                watcher=self._events,
                 replica=self._replica,
-                **options,
+                more_groups=groups[1:],
             )
             async with opening as engine:
                 server = self.attach(engine, self._loop_thread, *groups)

@@ -125,7 +125,7 @@ def test_a_hit_that_is_not_loaded_is_explained(caplog):
         decider().decide("r7", Hit(costs_of((10, 1.5)), 1000, 0, 1001))
 
     assert "request r7: decided=recompute: of a hit of 1000 tokens 0 are used" in caplog.text
-    assert ": 1.001 s to the first token, 1.501 s with the whole hit" in caplog.text
+    assert ": 1.001 s to the first token, 1.501 s with all 1000 tokens loaded" in caplog.text
 
 
 @given(runs, st.floats(0, 120))
