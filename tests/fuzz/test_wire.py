@@ -35,15 +35,13 @@ NAMES = [
     "op",
     "id",
     "keys",
-    "tail",
-    "boundary_keys",
-    "boundary_counts",
+    "runs",
     "lookup_id",
     "epoch",
     "memory_only",
     *asdict(IDENTITY),
 ]
-NAMES += ["count", "pinned", "tiers", "first", "first_pinned", "removed", "error"]
+NAMES += ["count", "pinned", "tiers", "found", "removed", "error"]
 
 leaves = (
     st.none()
@@ -61,21 +59,19 @@ maps = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), leaves | va
 good = st.sampled_from(
     [
         {"id": 1, "op": "hello"},
-        {"id": 2, "op": "lookup", "lookup_id": "r#1", "keys": bytes(64), "tail": bytes(32)},
+        {"id": 2, "op": "lookup", "lookup_id": "r#1", "keys": bytes(64), "runs": []},
         {
             "id": 2,
             "op": "lookup",
             "lookup_id": "r#1",
             "keys": bytes(64),
-            "tail": b"",
-            "boundary_keys": bytes(48),
-            "boundary_counts": b"\x01\x00\x02\x00",
+            "runs": [[bytes(32), b"\x01\x00\x01\x00"], [bytes(48), b"\x01\x00\x02\x00"]],
         },
-        {"id": 3, "op": "first", "lookup_id": "a", "keys": bytes(32), "counts": b"\x01\x00\x01\x00"},
+        {"id": 3, "op": "first", "lookup_id": "a", "runs": [[bytes(32), b"\x01\x00\x01\x00"]]},
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},
         {"id": 1, **asdict(IDENTITY)},
-        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "first": -1, "first_pinned": 0},
+        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "found": [[-1, 0], [-1, 0]]},
         {"op": "goodbye"},
     ]
 )
@@ -182,7 +178,7 @@ def answers(data: bytes) -> list[dict]:
 
 
 def check_still_serving(path: Path) -> None:
-    asked = encode({"id": 7, "op": "lookup", "lookup_id": "x", "keys": bytes(48), "tail": b""})
+    asked = encode({"id": 7, "op": "lookup", "lookup_id": "x", "keys": bytes(48), "runs": [[b"", b""]]})
     with connected(path) as connection:
         connection.sendall(asked)
         length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
@@ -193,8 +189,7 @@ def check_still_serving(path: Path) -> None:
         "pinned": 3,
         "tiers": {"cpu": 3},
         "costs": b"",
-        "first": -1,
-        "first_pinned": 0,
+        "found": [[-1, 0]],
     }
 
 
@@ -203,7 +198,7 @@ def test_the_server_outlives_any_conversation(served):
     @given(conversations)
     def check(data):
         for answer in answers(converse(served, data)):
-            assert answer.keys() & {"error", "removed", "count", "first", "protocol", "op"}
+            assert answer.keys() & {"error", "removed", "count", "found", "protocol", "op"}
         check_still_serving(served)
 
     keep_at_it(check)
@@ -303,7 +298,13 @@ def test_an_answer_longer_than_the_query_is_cut():
         st.none()
         | maps
         | st.fixed_dictionaries(
-            {"count": st.integers(-2, 6) | leaves, "first": st.integers(-3, 6) | leaves, "tiers": values}
+            {
+                "count": st.integers(-2, 6) | leaves,
+                "pinned": st.integers(-2, 6) | leaves,
+                "costs": st.just(b"") | leaves,
+                "found": st.lists(st.lists(st.integers(-3, 6), max_size=3) | leaves, max_size=3) | leaves,
+                "tiers": values,
+            }
         )
     )
 

@@ -257,7 +257,7 @@ async def test_a_server_that_ends_late_leaves_the_next_ones_socket_alone(directo
     first, second = server_at(directory / "s", engine), server_at(directory / "s")
     await first.start()
     _, writer = await asyncio.open_unix_connection(directory / "s")
-    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "x", "keys": b"", "tail": b""}))
+    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "x", "keys": b"", "runs": []}))
     await until(lambda: engine.asked)
     closing = asyncio.ensure_future(first.aclose())
     await second.start(wait_s=150)
@@ -295,7 +295,7 @@ async def test_one_connection_has_so_many_requests_and_bytes_under_way(directory
     await server.start()
 
     def lookup(number, keys):
-        return encode({"id": number, "op": "lookup", "lookup_id": "x", "keys": bytes(16 * keys), "tail": b""})
+        return encode({"id": number, "op": "lookup", "lookup_id": "x", "keys": bytes(16 * keys), "runs": []})
 
     reader, writer = await asyncio.open_unix_connection(directory / "s")
     writer.write(b"".join(lookup(number, 0) for number in range(20)))
@@ -397,7 +397,7 @@ async def test_nothing_is_answered_before_authentication():
     engine = Engine()
     server, address = await over_tcp(engine)
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "a", "keys": bytes(160), "tail": b""}))
+    writer.write(encode({"id": 1, "op": "lookup", "lookup_id": "a", "keys": bytes(160), "runs": []}))
 
     said = b""
     with contextlib.suppress(ConnectionError):

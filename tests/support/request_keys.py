@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import RequestKeys
 from lmcache_async.integration.vllm.load_policy import Costs, pack_costs
-from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, unpack_counts, unpack_keys
+from lmcache_async.integration.vllm.lookup_server import PROTOCOL, Identity, unpack_keys, unpack_runs
 
 CHUNK, BLOCK = 8, 2
 ONE_GROUP = KVGroups((KVGroup(0, BLOCK),))
@@ -56,29 +56,14 @@ class Rank:
 
     async def call(self, message: dict[str, object]) -> dict[str, object]:
         self.messages += 1
-        if message["op"] == "first":
-            return {"first": self._first(message["keys"], message["counts"]), "first_pinned": 0}
-        keys, tail = unpack_keys(message["keys"]), unpack_keys(message["tail"])  # type: ignore[arg-type]
+        keys = unpack_keys(message.get("keys", b""))  # type: ignore[arg-type]
         count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
-        first = boundary = -1
-        if count == len(keys):
-            first = next((at for at, key in enumerate(tail) if key in self.stored), -1)
-            boundary = self._first(message.get("boundary_keys", b""), message.get("boundary_counts", b""))
-        return {
-            "count": count,
-            "pinned": count,
-            "tiers": {},
-            "costs": self.costs,
-            "first": first,
-            "first_pinned": 0,
-            "boundary": boundary,
-            "boundary_pinned": 0,
-        }
+        runs = message["runs"] if count == len(keys) else [[b"", b""]] * len(message["runs"])  # type: ignore[arg-type]
+        found = [[self._first(packed), 0] for packed in runs]  # type: ignore[attr-defined]
+        if message["op"] == "first":
+            return {"found": found}
+        return {"count": count, "pinned": count, "tiers": {}, "costs": self.costs, "found": found}
 
-    def _first(self, packed: object, counts: object) -> int:
-        keys, start = unpack_keys(packed), 0  # type: ignore[arg-type]
-        for position, count in enumerate(unpack_counts(counts)):  # type: ignore[arg-type]
-            if self.stored.issuperset(keys[start : start + count]):
-                return position
-            start += count
-        return -1
+    def _first(self, packed: object) -> int:
+        runs = unpack_runs(packed)
+        return next((at for at, run in enumerate(runs) if self.stored.issuperset(run)), -1)

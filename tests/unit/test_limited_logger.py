@@ -53,7 +53,10 @@ def test_a_line_is_its_callers():
         except ValueError:
             log.limited.exception("%d calls failed", 2)
 
-    assert log.lines.texts == ["tier 't': 5", "2 calls failed: ValueError: invalid literal for int() with base 10: 'odd'"]
+    assert log.lines.texts == [
+        "tier 't': 5",
+        "2 calls failed: ValueError: invalid literal for int() with base 10: 'odd'",
+    ]
     first, second = log.lines.records
     assert (first.levelno, second.levelno, second.exc_info[0]) == (logging.WARNING, logging.ERROR, ValueError)
     assert [(record.filename, record.funcName) for record in log.lines.records] == [

@@ -161,7 +161,7 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
     root = RequestNamespace().root(namespace.root(), namespace.algorithm, b"")
     keys = ChunkHasher(root, chunk_size=settings.chunk_size).extend_keys(stored.prompt)
     message = encode(
-        {"op": "lookup", "lookup_id": "benchmark#1", "keys": b"".join(keys), "tail": b"", "id": 1}
+        {"op": "lookup", "lookup_id": "benchmark#1", "keys": b"".join(keys), "runs": [], "id": 1}
     )
     parameters = {"tokens": settings.tokens, "chunk_size": settings.chunk_size, "message_bytes": len(message)}
     async with stored.rig.open() as engine:

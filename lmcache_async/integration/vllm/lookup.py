@@ -33,7 +33,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     check_peer,
     connect,
     encode,
-    pack_counts,
+    pack_runs,
     receive,
 )
 from lmcache_async.logging import LimitedLogger
@@ -839,9 +839,9 @@ class Query:
 
     async def is_stored(self, keys: RequestKeys, chunk: Sequence[bytes]) -> bool:
         """Return whether every rank has the chunk with these keys, one per rank. Nothing is pinned."""
-        messages = [_first_message("", [run]) for run in self._records(keys, chunk)]
-        replies = await _ask_all(self.ranks, messages)
-        return replies is not None and all(_number(reply, "first", -1, 0) == 0 for reply in replies)
+        runs = [[run] for run in self._records(keys, chunk)]
+        found = await _ask_first(self.ranks, "", runs)
+        return found is not None and all(each.position == 0 for each in found)
 
     def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
         """Whether an answer has all promised tokens that the request can use."""
@@ -861,11 +861,9 @@ class Query:
             some, left = left[:asked], left[asked:]
             while some:
                 runs = self._boundary_keys(keys, some)
-                messages = [_first_message(lookup.lookup_id, each) for each in runs]
-                replies = await _ask_all(self.ranks, messages)
-                if replies is None:  # the ranks that did answer may hold leases
+                found = await _ask_first(self.ranks, lookup.lookup_id, runs)
+                if found is None:  # the ranks that did answer may hold leases
                     return replace(answer, boundary=0, pinned=True)
-                found = [_First.of(reply, _lengths(each)) for reply, each in zip(replies, runs, strict=True)]
                 pinned = pinned or any(each.pinned for each in found)
                 positions = {each.position for each in found}
                 if min(positions) < 0:
@@ -910,51 +908,47 @@ class Query:
         """Query each rank for the longest stored prefix of chunks, then for a partial chunk where it ends.
 
         A chunk has one record in each group of full attention. The first message also contains the last boundaries of
-        the request and, with one such group, the partial chunks at its end, so a full hit takes one message. The answer
-        has a boundary only if all ranks have found the same one of these.
+        the request and the partial chunks at its end, so a full hit takes one message. The answer has a boundary only if
+        all ranks have found the same one of these.
         """
-        chunks, records = lookup.num_tokens // keys.identity.chunk_size, 1 + len(self._further)
-        packed = self._records(keys, keys.packed_keys(0, chunks))
+        chunks, records = lookup.num_tokens // keys.identity.chunk_size, len(self._groups.full)
         boundaries = (
             self._candidates(keys, lookup, lookup.num_tokens)[:SENT_BOUNDARIES]
             if self._groups.bounded
             else []
         )
+        runs = [self._partial_runs(keys, ends)]
+        if boundaries:
+            runs.append(self._boundary_keys(keys, boundaries))
         messages: list[Message] = [
             {
                 "op": "lookup",
                 "lookup_id": lookup.lookup_id,
-                "keys": packed[rank],
-                "tail": b"" if self._further else _pack(ends[rank]),
+                "keys": packed,
+                "runs": [pack_runs(by_rank[rank]) for by_rank in runs],
             }
-            for rank in range(len(ranks))
+            for rank, packed in enumerate(self._records(keys, keys.packed_keys(0, chunks)))
         ]
-        boundary_keys = self._boundary_keys(keys, boundaries) if boundaries else []
-        for message, runs in zip(messages, boundary_keys, strict=False):
-            message |= {"boundary_keys": b"".join(runs), "boundary_counts": pack_counts(_lengths(runs))}
         replies = await _ask_all(ranks, messages)
         if replies is None:
             return Answer(pinned=True)  # a miss, but the ranks that did answer hold leases
-        counts = [_number(reply, "count", 0, chunks * records) for reply in replies]
-        held = [_number(reply, "pinned", 0, chunks * records) for reply in replies]
-        hit = min(counts) // records
-        candidates, end_replies = ends, replies
-        failed = False
-        if hit < chunks or self._further:
-            candidates = ends if hit == chunks else keys.hole_candidates(hit)
-            asked = await self._first_partial(keys, lookup, candidates, ranks)
-            end_replies, failed = asked or [], asked is None
-        ends_found = [
-            _First.of(reply, [records] * len(each))
-            for reply, each in zip(end_replies, candidates, strict=False)
+        counts = [_number(reply.get("count"), 0, chunks * records) for reply in replies]
+        held = [_number(reply.get("pinned"), 0, chunks * records) for reply in replies]
+        found = [
+            [_First.of(reply, at, own) for reply, own in zip(replies, by_rank, strict=True)]
+            for at, by_rank in enumerate(runs)
         ]
-        partial = _agreed(candidates, [each.position for each in ends_found])
+        ends_found, boundaries_found = found[0], found[1] if boundaries else []
+        pinned = any(held) or any(each.pinned for each in (*ends_found, *boundaries_found))
+        hit = min(counts) // records
+        if hit < chunks:
+            ends = keys.hole_candidates(hit)
+            answers = await _ask_first(ranks, lookup.lookup_id, self._partial_runs(keys, ends))
+            ends_found = answers or []
+            pinned = pinned or answers is None or any(each.pinned for each in ends_found)
+        partial = _agreed(ends, [each.position for each in ends_found])
         costs = [
             unpack_costs(reply.get("costs"), count) for reply, count in zip(replies, counts, strict=True)
-        ]
-        boundaries_found = [
-            _First.of(reply, _lengths(runs), "boundary")
-            for reply, runs in zip(replies, boundary_keys, strict=False)
         ]
         answer = Answer(
             chunks=hit,
@@ -962,7 +956,7 @@ class Query:
             partial_keys=tuple(chunk.key for chunk in partial),
             partial_text=partial[0].extra if partial else "",
             tiers=_tiers(replies[0]),
-            pinned=any(held) or any(each.pinned for each in (*ends_found, *boundaries_found)) or failed,
+            pinned=pinned,
             resident=counts == held and (not partial or all(each.resident for each in ends_found)),
             costs=slowest([_by_chunk(each, records) for each in costs], hit),
         )
@@ -974,22 +968,11 @@ class Query:
             return answer
         return _at_boundary(answer, boundary, boundaries_found)
 
-    async def _first_partial(
-        self,
-        keys: RequestKeys,
-        lookup: Lookup,
-        candidates: Sequence[Sequence[Chunk]],
-        ranks: Sequence[RankConnection | _LocalRank],
-    ) -> list[Message] | None:
-        """Return each rank's answer to which partial chunk it has; empty without candidates, None if one is missing."""
-        if not candidates[0]:
-            return []
-        size = (1 + len(self._further)) * KEY_BYTES
-        messages = []
-        for packed in self._records(keys, [_pack(chunks) for chunks in candidates]):
-            runs = [packed[at : at + size] for at in range(0, len(packed), size)]
-            messages.append(_first_message(lookup.lookup_id, runs))
-        return await _ask_all(ranks, messages)
+    def _partial_runs(self, keys: RequestKeys, candidates: Sequence[Sequence[Chunk]]) -> list[list[bytes]]:
+        """Return, per rank and partial chunk, the keys of its records, one per group of full attention."""
+        size = len(self._groups.full) * KEY_BYTES
+        packed = self._records(keys, [b"".join(chunk.key for chunk in chunks) for chunks in candidates])
+        return [[own[at : at + size] for at in range(0, len(own), size)] for own in packed]
 
     def _records(self, keys: RequestKeys, leading: Sequence[bytes]) -> Sequence[bytes]:
         """Return, per rank, the keys of all records of chunks: for each chunk, one per group of full attention."""
@@ -1019,23 +1002,6 @@ def _run_synchronously(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a lookup in memory was suspended")
 
 
-def _first_message(lookup_id: str, runs: Sequence[bytes]) -> Message:
-    """Return a query for the first of these runs of keys that is stored completely.
-
-    Its records in host memory are pinned for the lookup, unless `lookup_id` is "".
-    """
-    return {
-        "op": "first",
-        "lookup_id": lookup_id,
-        "keys": b"".join(runs),
-        "counts": pack_counts(_lengths(runs)),
-    }
-
-
-def _lengths(runs: Sequence[bytes]) -> list[int]:
-    return [len(run) // KEY_BYTES for run in runs]
-
-
 @dataclass(frozen=True, slots=True)
 class _First:
     """The first of several runs of keys that a rank has completely.
@@ -1051,11 +1017,33 @@ class _First:
     resident: bool
 
     @classmethod
-    def of(cls, reply: Message, lengths: Sequence[int], name: str = "first") -> _First:
-        position = _number(reply, name, -1, len(lengths) - 1)
-        length = lengths[position] if position >= 0 else 0
-        pinned = _number(reply, f"{name}_pinned", 0, length)
-        return cls(position, pinned > 0, pinned == length)
+    def of(cls, reply: Message, index: int, runs: Sequence[bytes]) -> _First:
+        """Read the answer to the list of runs with this index in the message."""
+        match reply.get("found"):
+            case [*found] if (
+                index < len(found) and isinstance(found[index], list | tuple) and len(found[index]) == 2
+            ):
+                position = _number(found[index][0], -1, len(runs) - 1)
+                length = len(runs[position]) // KEY_BYTES if position >= 0 else 0
+                pinned = _number(found[index][1], 0, length)
+                return cls(position, pinned > 0, pinned == length)
+        raise ValueError(f"a rank answered {reply!r:.80}, expected the positions of runs")
+
+
+async def _ask_first(
+    ranks: Sequence[RankConnection | _LocalRank], lookup_id: str, runs: Sequence[Sequence[bytes]]
+) -> list[_First] | None:
+    """Ask each rank for the first of its runs of keys that is stored completely. None if an answer is missing.
+
+    Without runs no rank is asked, and the result is empty. The records of a found run in host memory are pinned for the lookup, unless `lookup_id` is "".
+    """
+    if not runs[0]:
+        return []
+    messages = [{"op": "first", "lookup_id": lookup_id, "runs": [pack_runs(own)]} for own in runs]
+    replies = await _ask_all(ranks, messages)
+    if replies is None:
+        return None
+    return [_First.of(reply, 0, own) for reply, own in zip(replies, runs, strict=True)]
 
 
 def _at_boundary(answer: Answer, boundary: int, found: Iterable[_First]) -> Answer:
@@ -1089,10 +1077,9 @@ async def _ask_all(
     return answered if len(answered) == len(replies) else None
 
 
-def _number(reply: Message, name: str, least: int, most: int) -> int:
-    value = reply.get(name)
+def _number(value: object, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"a rank answered {name}={value!r:.40}, expected {least} to {most}")
+        raise ValueError(f"a rank answered {value!r:.40}, expected {least} to {most}")
     return value
 
 
@@ -1103,7 +1090,3 @@ def _tiers(reply: Message) -> dict[str, int]:
     ):
         raise ValueError(f"a rank answered tiers={tiers!r:.40}, expected numbers of records by tier id")
     return tiers
-
-
-def _pack(chunks: Sequence[Chunk]) -> bytes:
-    return b"".join(chunk.key for chunk in chunks)

@@ -44,11 +44,10 @@ from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
-_COUNT = struct.Struct("<H")
 
 Message: TypeAlias = dict[str, Any]
 
@@ -273,23 +272,26 @@ def unpack_keys(packed: bytes) -> list[ChunkKey]:
     return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
 
-def unpack_counts(packed: bytes) -> list[int]:
-    """Numbers of keys, each of two bytes."""
-    if len(packed) % _COUNT.size:
-        raise ValueError(f"{len(packed)} bytes are not a whole number of counts")
-    return [count for (count,) in _COUNT.iter_unpack(packed)]
+def pack_runs(runs: Sequence[bytes]) -> list[bytes]:
+    """Runs of packed keys, as all keys and the number of keys in each run."""
+    counts = [len(run) // KEY_BYTES for run in runs]
+    return [b"".join(runs), struct.pack(f"<{len(runs)}H", *counts)]
 
 
-def pack_counts(counts: Sequence[int]) -> bytes:
-    return b"".join(map(_COUNT.pack, counts))
+def unpack_runs(packed: object) -> list[Sequence[ChunkKey]]:
+    """Read runs of keys. A run is empty where chunked local attention needs nothing to continue.
 
-
-def _runs(keys: Sequence[ChunkKey], counts: Sequence[int]) -> list[Sequence[ChunkKey]]:
-    """Split keys into runs of these lengths. A run is empty where chunked local attention needs nothing to continue."""
-    if sum(counts) != len(keys):
-        raise ValueError(f"{len(keys)} keys cannot be split into runs of {counts!r:.40}")
-    ends = list(accumulate(counts))
-    return [keys[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    Raises:
+        ValueError: The value is not the result of `pack_runs`.
+    """
+    match packed:
+        case [bytes(packed_keys), bytes(packed_counts)] if len(packed_counts) % 2 == 0:
+            keys = unpack_keys(packed_keys)
+            counts = struct.unpack(f"<{len(packed_counts) // 2}H", packed_counts)
+            if sum(counts) == len(keys):
+                ends = accumulate(counts)
+                return [keys[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    raise ValueError(f"{packed!r:.80} are not runs of keys")
 
 
 class Lookups(Protocol):
@@ -447,12 +449,10 @@ class LookupServer:
     async def answer(self, message: Message, lookups: Lookups) -> Message:
         """Answer a `lookup` or `first`. If `lookups` is from `memory`, it does not suspend and any thread may call it."""
         match message:
-            case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "tail": bytes(tail)}:
-                runs, counts = message.get("boundary_keys", b""), message.get("boundary_counts", b"")
-                boundaries = _runs(unpack_keys(runs), unpack_counts(counts))
-                return await _prefix(lookups, lookup_id, unpack_keys(keys), unpack_keys(tail), boundaries)
-            case {"op": "first", "lookup_id": str(lookup_id), "keys": bytes(keys), "counts": bytes(counts)}:
-                return await _first(lookups, lookup_id, _runs(unpack_keys(keys), unpack_counts(counts)))
+            case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "runs": list(runs)}:
+                return await _prefix(lookups, lookup_id, unpack_keys(keys), list(map(unpack_runs, runs)))
+            case {"op": "first", "lookup_id": str(lookup_id), "runs": list(runs)}:
+                return {"found": await _first(lookups, lookup_id, list(map(unpack_runs, runs)))}
         raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
 
     async def _answer(self, message: Message) -> Message | None:
@@ -497,29 +497,29 @@ async def _prefix(
     lookups: Lookups,
     lookup_id: str,
     keys: list[ChunkKey],
-    tail: list[ChunkKey],
-    boundaries: Sequence[Sequence[ChunkKey]],
+    alternatives: list[list[Sequence[ChunkKey]]],
 ) -> Message:
+    """Answer how many leading keys are stored. The alternatives are looked up only if all of them are."""
     result = await lookups.lookup_keys(keys, lookup_id=lookup_id)
     whole = result.count == len(keys)
-    answer = {
+    return {
         "count": result.count,
         "pinned": result.pinned,
         "tiers": dict(result.by_tier),
         "costs": pack_costs(result.costs),
-        **await _first(lookups, lookup_id, [[key] for key in tail] if whole else []),
+        "found": await _first(lookups, lookup_id, alternatives if whole else [[]] * len(alternatives)),
     }
-    if boundaries:
-        found = await _first(lookups, lookup_id, boundaries if whole else [])
-        answer |= {"boundary": found["first"], "boundary_pinned": found["first_pinned"]}
-    return answer
 
 
-async def _first(lookups: Lookups, lookup_id: str, runs: Sequence[Sequence[ChunkKey]]) -> Message:
-    found = await lookups.first_present(runs, lookup_id=lookup_id or None) if runs else None
-    if found is None:
-        return {"first": -1, "first_pinned": 0}
-    return {"first": found.position, "first_pinned": found.pinned}
+async def _first(
+    lookups: Lookups, lookup_id: str, alternatives: list[list[Sequence[ChunkKey]]]
+) -> list[list[int]]:
+    """For each list of runs, the position of the first run that is stored, -1 for none, and its pinned records."""
+    answers = []
+    for runs in alternatives:
+        found = await lookups.first_present(runs, lookup_id=lookup_id or None) if runs else None
+        answers.append([-1, 0] if found is None else [found.position, found.pinned])
+    return answers
 
 
 class _Backlog:

@@ -35,7 +35,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
     Identity,
     LookupServer,
-    pack_counts,
+    pack_runs,
     socket_path,
     unpack_keys,
 )
@@ -232,6 +232,21 @@ def test_a_partial_chunk_beyond_a_hole_is_pinned_for_the_same_lookup(ranks: Rank
     lookup = ranks.send(PROMPT)
     answer = ranks.wait(lookup)
     assert (answer.chunks, answer.partial_tokens, answer.resident) == (1, 4, in_memory)
+
+    ranks.client.release(lookup, answer)
+    until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
+
+
+def test_the_pins_of_a_rank_that_has_more_than_the_others_are_released(ranks: Ranks, until):
+    """The first rank pins the end of the prompt. The second one has less, so another partial chunk is looked up."""
+    ranks.hold(PROMPT, ranks=[0])
+    ranks.hold(PROMPT[:16], ranks=[1])
+    for engine in ranks.engines:
+        engine.in_memory = False
+
+    lookup = ranks.send(PROMPT)
+    answer = ranks.wait(lookup)
+    assert (answer.hit_tokens(CHUNK), answer.pinned) == (16, True)
 
     ranks.client.release(lookup, answer)
     until(lambda: all(engine.pins[lookup.lookup_id] == 0 for engine in ranks.engines))
@@ -473,7 +488,7 @@ def test_closed_connections_are_not_logged(
 @pytest.mark.parametrize(("name", "pinned_for"), [("", None), ("r#1", "r#1")])
 def test_a_query_without_the_name_of_a_lookup_pins_nothing(ranks: Ranks, name: str, pinned_for: str | None):
     engine = ranks.engines[0]
-    message = {"op": "first", "lookup_id": name, "keys": bytes(16), "counts": pack_counts([1])}
+    message = {"op": "first", "lookup_id": name, "runs": [pack_runs([bytes(16)])]}
     ranks.loop.submit(ranks.servers[0].answer(message, engine)).result()
 
     assert engine.first_of == [pinned_for]
