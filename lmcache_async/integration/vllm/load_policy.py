@@ -189,7 +189,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """The decision on a hit: how many leading tokens are worth loading, and the reason in words."""
 
     decided: Decided
@@ -207,13 +207,13 @@ class LoadPolicy:
         self._chunk_size = chunk_size
         self._always = always
 
-    def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Verdict:
+    def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Decision:
         """Decide to load all of the hit, nothing of it, or the part up to the end of a tier's run.
 
         A promised hit is loaded, because another vLLM has computed it for this one.
         """
         if hit.tokens <= hit.local_tokens:
-            return Verdict("local", hit.tokens, LOCAL) if hit.tokens else Verdict("miss", 0, NO_PREFIX)
+            return Decision("local", hit.tokens, LOCAL) if hit.tokens else Decision("miss", 0, NO_PREFIX)
         chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._forced(promised)
         if not (self._always or promised) and self.prefill.known:
             times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}
@@ -236,7 +236,7 @@ class LoadPolicy:
                 chosen,
                 why,
             )
-        return Verdict(decided, chosen, why)
+        return Decision(decided, chosen, why)
 
     def _forced(self, promised: bool) -> str:
         """Return the reason for loading the hit without comparing times; "" if they are compared."""

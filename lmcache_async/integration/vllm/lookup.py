@@ -141,7 +141,7 @@ MISS = Answer()
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredLookup:
     """The answer to a lookup.
 
     Attributes:
@@ -220,7 +220,7 @@ class LookupClient:
         self._local: LookupServer | None = None
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
-        self._answers: deque[Answered] = deque()
+        self._answers: deque[AnsweredLookup] = deque()
         self._woken = False
         self._connected = False
         self._cleared = 0
@@ -285,7 +285,7 @@ class LookupClient:
         self._post(lambda: self._look_up(keys, lookup))
         return lookup
 
-    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, Answered] | None:
+    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, AnsweredLookup] | None:
         """Hash a new request and look it up in host memory of this process, on the calling thread. `keys` must be new.
 
         The answer is that of `ask`, but nothing is pinned, so it is valid in the current step only. Return None if `ask`
@@ -308,7 +308,9 @@ class LookupClient:
         answer = self._query.peek(self._local, keys, lookup)
         if answer is None:
             return None
-        return lookup, Answered(keys.request_id, lookup.lookup_id, answer, lookup.asked_at, lookup.asked_at)
+        return lookup, AnsweredLookup(
+            keys.request_id, lookup.lookup_id, answer, lookup.asked_at, lookup.asked_at
+        )
 
     def _new_lookup(
         self, keys: RequestKeys, num_tokens: int, promise: Promise | None = None, wait_s: float = 0.0
@@ -317,7 +319,7 @@ class LookupClient:
         name = f"{keys.request_id:.64}#{self._next_lookup}"  # a client of vLLM chooses the request id
         return Lookup(name, num_tokens, self.epoch, self._clock(), promise, wait_s)
 
-    def take_answers(self) -> list[Answered]:
+    def take_answers(self) -> list[AnsweredLookup]:
         """Return the answers that arrived since the last call."""
         answers = []
         while self._answers:
@@ -407,7 +409,7 @@ class LookupClient:
     def _miss(self, keys: RequestKeys, lookup: Lookup) -> None:
         """Answer a lookup without a query. Called by both threads."""
         now = self._clock()
-        self._answers.append(Answered(keys.request_id, lookup.lookup_id, MISS, now, now))
+        self._answers.append(AnsweredLookup(keys.request_id, lookup.lookup_id, MISS, now, now))
 
     async def _answer(self, pending: PendingLookup) -> None:
         lookup_id, answer = pending.lookup.lookup_id, MISS
@@ -425,7 +427,7 @@ class LookupClient:
             pending.abandoned = True
         del self._pending[lookup_id]
         self._answers.append(
-            Answered(
+            AnsweredLookup(
                 pending.keys.request_id,
                 lookup_id,
                 answer,

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
-from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Hit, Verdict
-from lmcache_async.integration.vllm.lookup import Answer, Answered, Lookup
+from lmcache_async.integration.vllm.load_policy import NO_PREFIX, Decision, Hit
+from lmcache_async.integration.vllm.lookup import Answer, AnsweredLookup, Lookup
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.types import Decided, RequestPlan
 
@@ -104,7 +104,7 @@ class RequestPolicy:
     lookup_pin_ttl_s: float
     wait_for_producer_s: float
     layerwise_tokens: int
-    decide: Callable[..., Verdict]
+    decide: Callable[..., Decision]
 
     def blocks_of(self, num_tokens: int) -> int:
         """Return the number of blocks of `num_tokens` tokens, over all groups that are stored chunk by chunk."""
@@ -231,11 +231,11 @@ class StoreSpan:
 class _LookupState:
     lookup: Lookup
     preemptions: int
-    answered: Answered | None = None
+    answered: AnsweredLookup | None = None
     released: bool = False
     timed_out: bool = False
-    verdict: Verdict | None = None
-    verdict_local: int = -1
+    decision: Decision | None = None
+    decision_local: int = -1
 
     @property
     def answer(self) -> Answer | None:
@@ -373,7 +373,7 @@ class RequestTracker:
         self._lookup = _LookupState(lookup, self._request.num_preemptions)
         self.load_failed = self._cursor.stored_skipped = False
 
-    def lookup_answered(self, answered: Answered) -> None:
+    def lookup_answered(self, answered: AnsweredLookup) -> None:
         """Record the answer of the current lookup. The answer of an earlier lookup has no effect."""
         state = self._lookup
         if state is not None and state.lookup.lookup_id == answered.lookup_id:
@@ -458,9 +458,9 @@ class RequestTracker:
             return False  # vLLM has the promised tokens itself
         return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
 
-    def _tokens_worth_loading(self, state: _LookupState, answered: Answered) -> int:
+    def _tokens_worth_loading(self, state: _LookupState, answered: AnsweredLookup) -> int:
         """Return the number of leading tokens worth loading. It is decided anew when the number of local tokens changes."""
-        if state.verdict is None or state.verdict_local != self._local_tokens:
+        if state.decision is None or state.decision_local != self._local_tokens:
             answer = answered.answer
             hit = Hit(
                 answer.costs,
@@ -469,9 +469,9 @@ class RequestTracker:
                 self.num_tokens,
                 divisible=answer.boundary is None,
             )
-            state.verdict = self._policy.decide(self.request_id, hit, promised=answered.promised)
-            state.verdict_local = self._local_tokens
-        return state.verdict.tokens
+            state.decision = self._policy.decide(self.request_id, hit, promised=answered.promised)
+            state.decision_local = self._local_tokens
+        return state.decision.tokens
 
     # Admission and loads
 
@@ -558,9 +558,9 @@ class RequestTracker:
             return "local", "vLLM has every cached token that it can use"
         if state is None or state.answer is None:
             return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"
-        if state.verdict is None:
+        if state.decision is None:
             return "miss", NO_PREFIX
-        return state.verdict.decided, state.verdict.why
+        return state.decision.decided, state.decision.why
 
     # Stores
 
@@ -576,7 +576,9 @@ class RequestTracker:
         if self.load_failed or self.hands_over:
             return  # a request that is handed over is stored in every tier that lacks it
         answer, size = state.answer, self._policy.chunk_size
-        chunks = answer.chunks if state.verdict is None else min(answer.chunks, state.verdict.tokens // size)
+        chunks = (
+            answer.chunks if state.decision is None else min(answer.chunks, state.decision.tokens // size)
+        )
         cursor.next_chunk = max(cursor.next_chunk, chunks)
         if answer.boundary is not None:
             self._known_boundary = answer.boundary

@@ -100,7 +100,7 @@ class Transfers:
         layout: KVLayout,
         events: ChunkEvents | None = None,
     ) -> None:
-        self.layerwise = LayerwiseLoads(self.give_up, layout.layer_ends, layout.num_planes)
+        self.layerwise = LayerwiseLoads(self.report_failed, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
@@ -174,7 +174,7 @@ class Transfers:
         else:
             started.add_done_callback(lambda _: lost())
 
-    def give_up(self, job: Job) -> None:
+    def report_failed(self, job: Job) -> None:
         """Report a layer-wise load that was started as failed in every block, whatever its outcome."""
         self._load_ended(job, ())
         with self._lock:
@@ -403,15 +403,15 @@ class LayerwiseLoads:
     """Loads that the forward pass of their own step awaits layer by layer. Used on the model's thread.
 
     Args:
-        give_up: Reports a load as failed.
+        report_failed: Reports a load as failed.
         layer_ends: By layer name, the number of leading planes that contain the whole layer. A layer without an entry
             waits for all planes.
     """
 
     def __init__(
-        self, give_up: Callable[[Job], None], layer_ends: Mapping[str, int], num_planes: int
+        self, report_failed: Callable[[Job], None], layer_ends: Mapping[str, int], num_planes: int
     ) -> None:
-        self._give_up = give_up
+        self._report_failed = report_failed
         self._ends = layer_ends
         self._num_planes = num_planes
         self._jobs: list[tuple[Job, LoadProgress]] = []
@@ -455,7 +455,7 @@ class LayerwiseLoads:
             except Exception:  # vLLM computes tokens that are not known to be loaded
                 logger.exception("the outcome of a load is unknown; its tokens are computed")
             if not awaited:
-                self._give_up(job)
+                self._report_failed(job)
 
     def _was_awaited(self, progress: LoadProgress) -> bool:
         """Return whether the forward pass waited for every layer, and the outcome of the load is known."""

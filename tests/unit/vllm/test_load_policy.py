@@ -56,9 +56,9 @@ runs = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 50)), max_size=6)
 def test_the_faster_choice_is_made_counted_and_explained(costs, chosen, decided, why):
     chooser = decider()
 
-    verdict = chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001))
-    assert (verdict.tokens, verdict.decided) == (chosen, decided)
-    assert why in verdict.why
+    decision = chooser.decide("r", Hit(costs_of(*costs), 1000, 0, 1001))
+    assert (decision.tokens, decision.decided) == (chosen, decided)
+    assert why in decision.why
     assert chooser.counts == {decided: 1}
 
 
@@ -74,9 +74,9 @@ def test_vllms_own_hit_is_neither_loaded_nor_computed():
 )
 def test_a_hit_that_has_nothing_to_load_is_not_decided(tokens, local, decided):
     chooser = decider()
-    verdict = chooser.decide("r", Hit(costs_of((4, 5.0)), tokens, local, 1001))
+    decision = chooser.decide("r", Hit(costs_of((4, 5.0)), tokens, local, 1001))
 
-    assert (verdict.decided, verdict.tokens, verdict.why) == (decided, tokens, REASONS[decided])
+    assert (decision.decided, decision.tokens, decision.why) == (decided, tokens, REASONS[decided])
     assert not chooser.counts
 
 
@@ -90,9 +90,9 @@ def test_a_hit_that_has_nothing_to_load_is_not_decided(tokens, local, decided):
 )
 def test_hits_that_are_loaded_whatever_they_cost(options, promised, why):
     hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
-    verdict = decider(**options).decide("r", hit, promised=promised)
+    decision = decider(**options).decide("r", hit, promised=promised)
 
-    assert (verdict.decided, verdict.tokens, verdict.why) == ("load", 1000, why)
+    assert (decision.decided, decision.tokens, decision.why) == ("load", 1000, why)
 
 
 @given(runs, st.integers(0, 99), st.integers(0, 2500), st.integers(1, 500), st.floats(1, 1e5))

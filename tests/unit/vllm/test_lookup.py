@@ -25,7 +25,7 @@ from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import (
     Answer,
-    Answered,
+    AnsweredLookup,
     Lookup,
     LookupClient,
     Query,
@@ -341,7 +341,7 @@ def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(unserved: Ranks
     time[0] = 5.0
     answers.set()
 
-    taken: list[Answered] = []
+    taken: list[AnsweredLookup] = []
     unserved.until(lambda: bool(taken.extend(unserved.client.take_answers()) or taken))
     assert [(each.lookup_id, each.queried_at, each.answered_at) for each in taken] == [
         (lookup.lookup_id, 0.0, 5.0)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, RequestKeys
 from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
-from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup
+from lmcache_async.integration.vllm.lookup import MISS, Answer, AnsweredLookup, Lookup
 from lmcache_async.integration.vllm.request import (
     Release,
     RequestPolicy,
@@ -62,7 +62,7 @@ def ask(tracker: RequestTracker, *, now: float = 0.0, epoch: int = 0, name: str 
 
 def answer(tracker: RequestTracker, lookup: Lookup, given: Answer, **options: Any) -> None:
     times = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at}
-    tracker.lookup_answered(Answered("r", lookup.lookup_id, given, **{**times, **options}))
+    tracker.lookup_answered(AnsweredLookup("r", lookup.lookup_id, given, **{**times, **options}))
 
 
 def test_an_answer_to_an_earlier_lookup_has_no_effect() -> None:

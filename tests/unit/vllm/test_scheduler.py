@@ -23,7 +23,7 @@ from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import MIN_RUNS
-from lmcache_async.integration.vllm.lookup import MISS, Answer, Answered, Lookup, PromiseCounts
+from lmcache_async.integration.vllm.lookup import MISS, Answer, AnsweredLookup, Lookup, PromiseCounts
 from lmcache_async.integration.vllm.lookup_server import Identity
 from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
@@ -54,7 +54,7 @@ class Client:
         self.promises = PromiseCounts()
         self.asked: list[Lookup] = []
         self.released: list[Lookup] = []
-        self.answers: list[Answered] = []
+        self.answers: list[AnsweredLookup] = []
         self._request_ids: dict[str, str] = {}
         self.memory_only: list[bool] = []
 
@@ -72,17 +72,19 @@ class Client:
         self.hash(keys, num_tokens)
         return lookup
 
-    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, Answered] | None:
+    def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, AnsweredLookup] | None:
         if self.in_memory is None:
             return None
         lookup = Lookup(f"peeked {keys.request_id}", num_tokens, self.epoch, self.time)
-        return lookup, Answered(keys.request_id, lookup.lookup_id, self.in_memory, self.time, self.time)
+        return lookup, AnsweredLookup(keys.request_id, lookup.lookup_id, self.in_memory, self.time, self.time)
 
     def answer(self, lookup: Lookup, answer: Answer, **options: Any) -> None:
         given = {"queried_at": lookup.asked_at, "answered_at": lookup.asked_at, **options}
-        self.answers.append(Answered(self._request_ids[lookup.lookup_id], lookup.lookup_id, answer, **given))
+        self.answers.append(
+            AnsweredLookup(self._request_ids[lookup.lookup_id], lookup.lookup_id, answer, **given)
+        )
 
-    def take_answers(self) -> list[Answered]:
+    def take_answers(self) -> list[AnsweredLookup]:
         answers, self.answers = self.answers, []
         return answers
 
