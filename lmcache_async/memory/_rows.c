@@ -10,7 +10,8 @@
  *
  * pieces      list of tuples (memory, starts, payload, row_bytes), which are copied one after the other
  * memory      bytes, contiguous; written unless to_payload
- * starts      int64, contiguous: byte offset of each row in memory; rows with a negative offset are skipped
+ * starts      int64, contiguous: byte offset of each row in memory; rows with a negative offset are skipped. They are
+ *             checked and used as a copy, so that no other thread and no copied row can change them in between.
  * payload     len(starts) * row_bytes bytes, contiguous; written if to_payload
  * stream      bypass the CPU caches (non-temporal stores)
  * digest      return the xxh3_128 of the bytes of all payloads, at least 256, in their order. The row sizes must then
@@ -22,8 +23,10 @@
  * `withdraw` leaves out the pieces of a batch that no thread has begun, if there are any; the batch then ends too. `run`
  * returns when the queue is closed and empty.
  *
- * ValueError is raised if the arguments do not fit together; nothing is copied then. The source must not
- * overlap the target.
+ * `event` must not block. Only the process that opened a queue can use it: in a forked child there are no threads, and the
+ * lock may be held for ever.
+ *
+ * ValueError is raised if the arguments do not fit together, or a row overlaps its payload; nothing is copied then.
  *
  * Reason for stream: an ordinary store first reads the cache line that it overwrites, a third of the memory
  * traffic of a copy, and a load of many megabytes would evict the data of the model from the caches.
@@ -31,6 +34,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
@@ -134,39 +138,63 @@ copy_rows(uint8_t *memory, uint8_t *payload, const int64_t *starts, Py_ssize_t c
 #endif
 }
 
+/* The buffers and rows of one copy. */
+typedef struct {
+    Py_buffer memory, payload;
+    int64_t *starts;
+    Py_ssize_t count, size;
+} Piece;
+
 static int
-check(const Py_buffer *memory, const Py_buffer *starts, const Py_buffer *payload, Py_ssize_t size)
+check(const Piece *piece)
 {
-    if (starts->itemsize != sizeof(int64_t)) {
-        PyErr_Format(PyExc_ValueError, "starts has items of %zd bytes, not 8", starts->itemsize);
+    Py_ssize_t count = piece->count, size = piece->size, nbytes = piece->memory.len;
+    if (size <= 0 || (count > 0 && size > PY_SSIZE_T_MAX / count) || piece->payload.len != count * size) {
+        PyErr_Format(PyExc_ValueError, "a payload of %zd bytes is not %zd rows of %zd", piece->payload.len, count, size);
         return -1;
     }
-    Py_ssize_t count = starts->len / (Py_ssize_t)sizeof(int64_t);
-    if (size <= 0 || (count > 0 && size > PY_SSIZE_T_MAX / count) || payload->len != count * size) {
-        PyErr_Format(PyExc_ValueError, "a payload of %zd bytes is not %zd rows of %zd", payload->len, count, size);
-        return -1;
-    }
-    const int64_t *places = starts->buf;
+    uintptr_t memory = (uintptr_t)piece->memory.buf, payload = (uintptr_t)piece->payload.buf;
     for (Py_ssize_t row = 0; row < count; row++) {
-        if (places[row] >= 0 && (size > memory->len || places[row] > memory->len - size)) {
+        int64_t start = piece->starts[row];
+        if (start < 0)
+            continue;
+        if (size > nbytes || start > nbytes - size) {
             PyErr_Format(PyExc_ValueError, "row %zd, at %lld, ends beyond the %zd bytes of memory", row,
-                         (long long)places[row], memory->len);
+                         (long long)start, nbytes);
+            return -1;
+        }
+        uintptr_t address = memory + (uintptr_t)start;
+        if (address < payload + (size_t)piece->payload.len && payload < address + (size_t)size) {
+            PyErr_Format(PyExc_ValueError, "row %zd, at %lld, overlaps the payload", row, (long long)start);
             return -1;
         }
     }
     return 0;
 }
 
-/* The buffers and the row size of one copy. */
-typedef struct {
-    Py_buffer memory, starts, payload;
-    Py_ssize_t size;
-} Piece;
+/* Copy the offsets of the rows; return -1 with an error set if they are not int64. */
+static int
+read_starts(Piece *piece, PyObject *starts)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(starts, &view, PyBUF_CONTIG_RO) < 0)
+        return -1;
+    if (view.itemsize != sizeof *piece->starts)
+        PyErr_Format(PyExc_ValueError, "starts has items of %zd bytes, not 8", view.itemsize);
+    else if ((piece->starts = PyMem_Malloc((size_t)view.len)) == NULL)
+        PyErr_NoMemory();
+    else {
+        memcpy(piece->starts, view.buf, (size_t)view.len);
+        piece->count = view.len / view.itemsize;
+    }
+    PyBuffer_Release(&view);
+    return piece->starts == NULL ? -1 : 0;
+}
 
 static void
 close_piece(Piece *piece)
 {
-    PyBuffer_Release(&piece->starts);
+    PyMem_Free(piece->starts);
     PyBuffer_Release(&piece->payload);
     PyBuffer_Release(&piece->memory);
 }
@@ -175,13 +203,12 @@ close_piece(Piece *piece)
 static int
 open_piece(Piece *piece, PyObject *memory, PyObject *starts, PyObject *payload, int to_payload)
 {
-    memset(&piece->starts, 0, sizeof piece->starts); /* releasing a buffer of zeros does nothing */
-    memset(&piece->payload, 0, sizeof piece->payload);
+    memset(&piece->payload, 0, sizeof piece->payload); /* releasing a buffer of zeros does nothing */
+    piece->starts = NULL;
     if (PyObject_GetBuffer(memory, &piece->memory, to_payload ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
         return -1;
     if (PyObject_GetBuffer(payload, &piece->payload, to_payload ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0 ||
-        PyObject_GetBuffer(starts, &piece->starts, PyBUF_CONTIG_RO) < 0 ||
-        check(&piece->memory, &piece->starts, &piece->payload, piece->size) < 0) {
+        read_starts(piece, starts) < 0 || check(piece) < 0) {
         close_piece(piece);
         return -1;
     }
@@ -191,8 +218,8 @@ open_piece(Piece *piece, PyObject *memory, PyObject *starts, PyObject *payload, 
 static void
 copy_piece(const Piece *piece, int to_payload, int stream, Digest *digest)
 {
-    copy_rows(piece->memory.buf, piece->payload.buf, piece->starts.buf,
-              piece->starts.len / (Py_ssize_t)sizeof(int64_t), piece->size, to_payload, stream, digest);
+    copy_rows(piece->memory.buf, piece->payload.buf, piece->starts, piece->count, piece->size, to_payload, stream,
+              digest);
 }
 
 /* Open the piece of a tuple (memory, starts, payload, row_bytes). */
@@ -251,13 +278,12 @@ start_digest(Digest *digest, const Piece *pieces, Py_ssize_t count)
 {
     uint64_t num_bytes = 0;
     for (const Piece *piece = pieces; piece < pieces + count; piece++) {
-        const int64_t *places = piece->starts.buf;
         if (piece->size % STRIPE != 0) {
             PyErr_Format(PyExc_ValueError, "a digest cannot include rows of %zd bytes", piece->size);
             return -1;
         }
-        for (Py_ssize_t row = 0; row < piece->starts.len / (Py_ssize_t)sizeof(int64_t); row++) {
-            if (places[row] < 0) {
+        for (Py_ssize_t row = 0; row < piece->count; row++) {
+            if (piece->starts[row] < 0) {
                 PyErr_Format(PyExc_ValueError, "row %zd is skipped, but a digest must include all rows", row);
                 return -1;
             }
@@ -346,13 +372,31 @@ free_queue(PyObject *capsule)
     PyMem_Free(queue);
 }
 
+/* Return the queue of a capsule; NULL with an error set if it is none, or of another process. */
+static Queue *
+get_queue(PyObject *capsule)
+{
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    if (queue != NULL && queue->owner != getpid()) {
+        PyErr_SetString(PyExc_RuntimeError, "the queue was opened before this process was forked");
+        return NULL;
+    }
+    return queue;
+}
+
 static PyObject *
 rows_open_queue(PyObject *module, PyObject *argument)
 {
-    int event = (int)PyLong_AsLong(argument);
+    int event, flags;
     (void)module;
-    if (PyErr_Occurred())
+    if (!PyArg_Parse(argument, "i:open_queue", &event))
         return NULL;
+    if ((flags = fcntl(event, F_GETFL)) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    if (!(flags & O_NONBLOCK)) {
+        PyErr_Format(PyExc_ValueError, "descriptor %d must not block", event);
+        return NULL;
+    }
     Queue *queue = PyMem_Calloc(1, sizeof *queue);
     if (queue == NULL)
         return PyErr_NoMemory();
@@ -396,7 +440,7 @@ rows_submit(PyObject *module, PyObject *arguments)
     (void)module;
     if (!PyArg_ParseTuple(arguments, "OO!pp:submit", &capsule, &PyList_Type, &list, &to_payload, &stream))
         return NULL;
-    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Queue *queue = get_queue(capsule);
     Batch *batch = queue == NULL ? NULL : PyMem_Calloc(1, sizeof *batch);
     if (batch == NULL)
         return queue == NULL ? NULL : PyErr_NoMemory();
@@ -429,7 +473,7 @@ rows_withdraw(PyObject *module, PyObject *arguments)
     (void)module;
     if (!PyArg_ParseTuple(arguments, "OL:withdraw", &capsule, &number))
         return NULL;
-    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Queue *queue = get_queue(capsule);
     if (queue == NULL)
         return NULL;
     pthread_mutex_lock(&queue->lock);
@@ -474,7 +518,7 @@ static PyObject *
 rows_run(PyObject *module, PyObject *capsule)
 {
     (void)module;
-    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Queue *queue = get_queue(capsule);
     if (queue == NULL)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -487,7 +531,7 @@ static PyObject *
 rows_finished(PyObject *module, PyObject *capsule)
 {
     (void)module;
-    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Queue *queue = get_queue(capsule);
     PyObject *numbers = queue == NULL ? NULL : PyList_New(0);
     if (numbers == NULL)
         return NULL;

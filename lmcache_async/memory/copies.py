@@ -132,10 +132,12 @@ class CopyQueue:
         Raises:
             ValueError: The arguments of a piece do not fit together. Nothing is copied.
             RuntimeError: No thread can be started.
-            EngineClosedError: The queue is closed.
+            EngineClosedError: The queue is closed, or this process is a forked child.
         """
         if self._closed:
             raise EngineClosedError("the copier is closed")
+        if self._process != os.getpid():
+            raise EngineClosedError("the copier belongs to the parent of this forked process")
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._move_to(loop)

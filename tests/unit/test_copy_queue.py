@@ -199,6 +199,29 @@ async def test_a_forked_child_that_closes_a_queue_takes_nothing_from_its_parent(
     queue.close()
 
 
+async def test_a_forked_child_cannot_copy_and_its_parent_still_can():
+    queue = CopyQueue(2, "copies")
+    await queue.copy([one_row()[1]], to_payload=True, stream=False)
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            asyncio.run(queue.copy([one_row()[1]], to_payload=True, stream=False))
+        except EngineClosedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+
+    assert status == 0
+    target, piece = one_row()
+    async with asyncio.timeout(60):
+        await queue.copy([piece], to_payload=True, stream=False)
+    assert any(target)
+    queue.close()
+
+
 async def test_without_a_thread_a_copy_fails_and_a_later_one_succeeds(monkeypatch):
     queue = CopyQueue(2, "copies")
     target, piece = one_row()
@@ -232,6 +255,20 @@ async def test_a_forgotten_queue_leaves_no_thread_and_no_descriptor():
         await asyncio.to_thread(thread.join)
 
     assert open_fds() == descriptors
+
+
+def test_a_queue_refuses_descriptors_that_are_closed_or_block():
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(ValueError, match="must not block"):
+            copies.compiled.open_queue(writer)
+        with pytest.raises(OverflowError):
+            copies.compiled.open_queue(writer + 2**32)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            copies.compiled.open_queue(-1)
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 async def test_a_forked_child_can_delete_a_queue():

@@ -93,6 +93,49 @@ def test_row_starts_of_the_wrong_item_size_are_refused(copy):
 
 
 @needs_module
+def test_row_starts_may_lie_at_any_address(copy):
+    memory, payload = noise(200, 1), bytearray(60)
+    starts = np.frombuffer(b"." + np.array([40, 0, 90]).tobytes(), np.uint8)[1:].view(np.int64)
+
+    copy([(memory, starts, payload, 20)], True, False)
+
+    assert payload == memory[40:60].tobytes() + memory[:20].tobytes() + memory[90:110].tobytes()
+
+
+@needs_module
+def test_row_starts_that_the_copy_overwrites_stay_in_use(copy):
+    """Otherwise a row would be copied from an offset that was not checked."""
+    memory, starts = np.arange(16, dtype=np.int64), np.array([64, 0, 7, 7])
+
+    copy([(memory, starts[:2], starts, 16)], True, False)
+
+    assert starts.tolist() == [8, 9, 0, 1]
+
+
+@needs_module
+@pytest.mark.parametrize("to_payload", [False, True])
+def test_a_row_within_its_payload_is_refused(copy, to_payload):
+    memory = noise(300, 1)
+    before = memory.copy()
+
+    with pytest.raises(ValueError, match="row 1, at 271, overlaps the payload"):
+        copy([(memory, np.array([0, 271]), memory[280:], 10)], to_payload, False)
+
+    assert np.array_equal(memory, before)
+
+
+@needs_module
+def test_a_payload_may_lie_between_the_rows(copy):
+    """The memory of a copier reaches from its first storage to its last one."""
+    memory = noise(300, 1)
+    before = memory.copy()
+
+    copy([(memory, np.array([90, 120]), memory[100:120], 10)], True, False)
+
+    assert np.array_equal(memory[100:120], np.concatenate((before[90:100], before[120:130])))
+
+
+@needs_module
 def test_only_the_target_of_a_copy_must_be_writable(copy):
     starts, fixed = np.array([0], np.int64), noise(8, 2)
     fixed.flags.writeable = False
