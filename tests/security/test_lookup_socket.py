@@ -314,8 +314,11 @@ async def test_one_connection_has_so_many_requests_and_bytes_under_way(directory
     await server.aclose()
 
 
-async def test_a_client_that_reads_no_answers_is_not_served(directory, monkeypatch):
+async def test_a_client_that_reads_no_answers_is_not_served_and_does_not_delay_the_end(
+    directory, monkeypatch
+):
     monkeypatch.setattr(lookup_server, "_MAX_REQUESTS", 4)
+    monkeypatch.setattr(lookup_server, "CLOSE_S", 0.01)
     engine = Engine()
     server = server_at(directory / "s", engine)
     await server.start()
@@ -337,7 +340,26 @@ async def test_a_client_that_reads_no_answers_is_not_served(directory, monkeypat
 
         assert left
         assert await greeted(directory / "s") == IDENTITY
-    await server.aclose()
+        async with asyncio.timeout(60):
+            await server.aclose()
+
+
+async def test_a_rank_that_reads_nothing_does_not_delay_the_end_of_its_client(monkeypatch):
+    monkeypatch.setattr(lookup_server, "CLOSE_S", 0.01)
+    ours, deaf = socket.socketpair()
+    link = RankConnection(0, Path("/deaf"), lambda: None)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    serving = asyncio.ensure_future(link.serve(reader, writer))
+    await until(lambda: link._writer is not None)
+    while not writer.transport.get_write_buffer_size():
+        link.post({"op": "lookup", "keys": bytes(1 << 20)})
+        await asyncio.sleep(0)
+
+    serving.cancel()
+    await asyncio.wait({serving}, timeout=60)
+
+    assert serving.cancelled()
+    deaf.close()
 
 
 async def test_a_prompt_with_more_keys_than_a_message_holds_is_no_message():
@@ -415,6 +437,26 @@ async def test_a_connection_that_proves_nothing_is_closed_at_the_deadline(monkey
 
     assert len(await reader.read()) == 32  # its nonce
     writer.close()
+    await server.aclose()
+
+
+async def test_connections_that_prove_nothing_give_way_to_later_ones(monkeypatch):
+    monkeypatch.setattr(lookup_server, "_MAX_CONNECTIONS", 3)
+    server, address = await over_tcp()
+    proven = [await connect(address)]
+    silent = [await asyncio.open_connection(address.host, address.port) for _ in range(5)]
+    for reader, _ in silent:
+        await reader.readexactly(1)  # of the nonce: it was accepted
+
+    proven += [await connect(address), await connect(address)]
+    with pytest.raises(OSError):  # noqa: PT011 - refused, because three have proved the secret
+        await connect(address)
+    for reader, writer in proven:
+        writer.write(encode({"id": 1, "op": "hello"}))
+        assert Identity.of(await receive(reader)) == IDENTITY
+
+    for _, writer in proven + silent:
+        writer.close()
     await server.aclose()
 
 

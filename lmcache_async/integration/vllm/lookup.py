@@ -31,6 +31,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     Message,
     TCPAddress,
     check_peer,
+    close_connection,
     connect,
     encode,
     pack_runs,
@@ -647,9 +648,7 @@ class RankConnection:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_result(None)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            await close_connection(writer)
         return served
 
     def _deliver(self, message: Message) -> None:

@@ -29,7 +29,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import msgpack  # type: ignore[import-untyped]
 
@@ -59,6 +59,8 @@ _SECRET_BYTES = 32
 _PROOF_BYTES = 32
 AUTHENTICATE_S = 5.0
 """Deadline for a TCP connection to be authenticated."""
+CLOSE_S = 1.0
+"""Deadline for a peer to read what it was sent before the connection was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,17 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
         writer.close()
         raise
     return reader, writer
+
+
+async def close_connection(writer: asyncio.StreamWriter) -> None:
+    """Close a connection. What the peer does not read within `CLOSE_S` seconds, or until a cancellation, is dropped."""
+    writer.close()
+    try:
+        with contextlib.suppress(OSError):  # also the deadline
+            async with asyncio.timeout(CLOSE_S):
+                await writer.wait_closed()
+    finally:
+        writer.transport.abort()
 
 
 async def _authenticate(
@@ -332,6 +345,9 @@ class LookupServer:
         self._clear = clear
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._unproven: dict[
+            asyncio.Task[None], None
+        ] = {}  # those that have not proved the secret, oldest first
         self._running: Counter[str] = Counter()  # lookups that may still pin
         self._closing = False
         self._released: set[str] = set()  # lookups in `_running` that were released meanwhile
@@ -396,14 +412,32 @@ class LookupServer:
             if isinstance(self._address, Path):
                 check_peer(writer)
             if len(self._connections) >= _MAX_CONNECTIONS:
-                raise ConnectionRefusedError(f"{_MAX_CONNECTIONS} connections are open already")
+                self._end_unproven()
         except OSError as error:
             logger.report(type(error).__name__, "lookup server: connection refused: %s", error)
             writer.close()
             return
         task = asyncio.ensure_future(self._serve_connection(reader, writer))
         self._connections[task] = writer
-        task.add_done_callback(lambda task: self._connections.pop(task).close())
+        if self._secret:
+            self._unproven[task] = None
+        task.add_done_callback(self._ended)
+
+    def _end_unproven(self) -> None:
+        """End the oldest connection that has not proved the secret, so that others on the network cannot occupy all.
+
+        Raises:
+            ConnectionRefusedError: There is none.
+        """
+        if not self._unproven:
+            raise ConnectionRefusedError(f"{_MAX_CONNECTIONS} connections are open already")
+        oldest = next(iter(self._unproven))
+        del self._unproven[oldest]
+        oldest.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._unproven.pop(task, None)
+        self._connections.pop(task).close()
 
     def _send_goodbyes(self) -> None:
         """Tell clients that the server closes, because workers stop before the scheduler."""
@@ -416,6 +450,7 @@ class LookupServer:
         try:
             if self._secret:
                 await _authenticate(reader, writer, self._secret, b"server", b"client")
+                self._unproven.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
             async with asyncio.TaskGroup() as group:
                 while True:
                     await backlog.wait_below_limit()
@@ -430,9 +465,7 @@ class LookupServer:
         except* Exception as error:  # noqa: BLE001 - an invalid message ends only its connection
             logger.report("connection", "lookup server: connection closed: %s", error.exceptions[0])
         finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            await close_connection(writer)
 
     async def _serve(self, message: Message, writer: asyncio.StreamWriter) -> None:
         try:
