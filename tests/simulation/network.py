@@ -46,6 +46,9 @@ class SimulatedWriter:
             self._closed = True
             self._later(self._peer.feed_eof)
 
+    def abort(self) -> None:
+        self.close()
+
     def cut(self) -> None:
         """Send no more data. Data that was sent may still arrive."""
         self.close()

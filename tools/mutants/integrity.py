@@ -63,7 +63,7 @@ LAYERWISE = (
     Mutation(
         "a forward pass that did not wait for every layer counts as loaded",
         "lmcache_async/integration/vllm/worker.py",
-        "if self._unasked:",
+        "if self._layers_left:",
         "if False:",
         ("tests/unit/vllm/test_worker.py",),
     ),
