@@ -163,6 +163,13 @@ def parse_names(value: object) -> tuple[str, ...]:
     return names
 
 
+def parse_user(value: object) -> int:
+    """Parse the id of a user."""
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
+        raise ValueError("expected a user id, such as 1000")
+    return int(str(value))
+
+
 def expand_socket(path: Path) -> Path:
     """Expand `~`, and refuse a path that cannot be that of a Unix socket."""
     if not path.name or not _is_encodable(path):
@@ -317,6 +324,8 @@ OptionalCount = Annotated[Count | None, _by(unless_none, CountInput | NoneText |
 Size = Annotated[int, _by(parse_size, SizeInput)]
 SizeOrZero = Annotated[int, _by(parse_size_or_zero, SizeInput | Literal[0, "0"])]
 OptionalSize = Annotated[Size | None, _by(unless_none, SizeInput | NoneText | None)]
+UserId = Annotated[int, _by(parse_user, CountInput | Literal[0, "0"])]
+OptionalUserId = Annotated[UserId | None, BeforeValidator(unless_none)]
 Seed = Annotated[int, _by(parse_seed, _SeedInput)]
 OptionalSeed = Annotated[Seed | None, _by(unless_none, _SeedInput | NoneText | None)]
 OptionalRate = Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import stat
 import struct
@@ -73,13 +72,6 @@ async def readable(connection: socket.socket) -> None:
         await event.wait()
     finally:
         loop.remove_reader(connection)
-
-
-def parse_user(value: object) -> int:
-    """Return the user ID of a configuration value."""
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", str(value), re.ASCII):
-        raise ValueError("expected a user id, such as 1000")
-    return int(str(value))
 
 
 def _is_own_directory(path: Path) -> bool:

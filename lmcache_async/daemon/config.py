@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
 from lmcache_async.config.model import HTTPConfig, Section
 from lmcache_async.config.sources import read_file
@@ -23,7 +23,6 @@ from lmcache_async.config.validation import (
 from lmcache_async.config.values import (
     MAX_BYTES,
     Count,
-    CountInput,
     Flag,
     Name,
     OptionalSize,
@@ -31,9 +30,9 @@ from lmcache_async.config.values import (
     Size,
     SizeOrZero,
     SocketPath,
+    UserId,
     format_size,
 )
-from lmcache_async.daemon.address import parse_user
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import REMOVED_TIERS
 
@@ -43,9 +42,6 @@ MIN_BYTES = 1 << 20
 _NO_EFFECT = {"segment_bytes": "records of all sizes share the memory of the pool"}
 """Options of earlier versions without effect, and the reason."""
 _HOW_TO_GIVE_A_SIZE = "pass --max-bytes to serve, such as --max-bytes 20GiB, or set it in the config file"
-
-
-UserNumber = Annotated[int, BeforeValidator(parse_user, json_schema_input_type=CountInput | Literal[0, "0"])]
 
 
 class TenantOptions(Section):
@@ -95,7 +91,7 @@ class DaemonConfig(Section):
     segment_bytes: OptionalSize = None
     huge_pages: Flag = True
     prefault: Flag = True
-    allow_uids: tuple[UserNumber, ...] = ()
+    allow_uids: tuple[UserId, ...] = ()
     max_clients: Count = 256
     max_client_bytes: OptionalSize = None
     greeting_timeout_s: Seconds = 5.0

@@ -12,12 +12,11 @@ from lmcache_async.config.values import (
     Flag,
     NameText,
     OptionalSize,
+    OptionalUserId,
     Seconds,
     SocketPath,
     parse_name,
-    unless_none,
 )
-from lmcache_async.daemon.address import parse_user
 from lmcache_async.daemon.messages import MAX_TENANT_BYTES
 from lmcache_async.tiers.base import TierConfig
 
@@ -27,11 +26,6 @@ def _parse_tenant(value: object) -> str:
     if len(name) > MAX_TENANT_BYTES:
         raise ValueError(f"expected at most {MAX_TENANT_BYTES} characters")
     return name
-
-
-def _parse_user(value: object) -> int | None:
-    value = unless_none(value)
-    return None if value is None else parse_user(value)
 
 
 class HostConfig(TierConfig):
@@ -53,7 +47,7 @@ class HostConfig(TierConfig):
 
     socket: SocketPath | None = None
     tenant: Annotated[str, BeforeValidator(_parse_tenant, json_schema_input_type=NameText)] = "default"
-    daemon_uid: Annotated[int | None, BeforeValidator(_parse_user)] = None
+    daemon_uid: OptionalUserId = None
     connect_timeout_s: Seconds = 0.5
     lookup_timeout_s: Seconds = 0.8
     transfer_timeout_s: Seconds = 10.0

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from lmcache_async.config.validation import disagree
-from lmcache_async.config.values import Count, NameText, OptionalSize, parse_name, unless_none
+from lmcache_async.config.values import NameText, OptionalCount, OptionalSize, parse_name
 from lmcache_async.errors import BudgetExceededError, ConfigError, TierError, TierUnavailableError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.budget import BudgetStatistics, ByteBudget
@@ -43,7 +43,7 @@ class LimitConfig(LayerConfig):
         share: Layers of one engine with the same `share` share the limits.
     """
 
-    max_calls: Annotated[Count | None, BeforeValidator(unless_none)] = None
+    max_calls: OptionalCount = None
     max_bytes: OptionalSize = None
     share: Annotated[str, BeforeValidator(_parse_share, json_schema_input_type=NameText | Literal[""])] = ""
 
