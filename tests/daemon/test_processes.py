@@ -115,6 +115,6 @@ async def _kill_and_restart(path: Path) -> None:
     arena.close()
 
 
-def test_a_daemon_killed_under_traffic_costs_misses_until_it_is_back() -> None:
+def test_a_killed_daemon_causes_misses_until_its_restart() -> None:
     with socket_path() as path:
         uvloop.run(_kill_and_restart(path))

@@ -34,7 +34,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
             assert arena.statistics().leased_slabs == 1
             got.release()
 
-    async def test_other_threads_learn_what_is_in_memory(self, opened, arena):
+    async def test_other_threads_can_count_the_chunks_in_memory(self, opened, arena):
         with record(arena, 1) as buffer:
             await opened.put(key_of(1), buffer)
 

@@ -246,7 +246,7 @@ async def test_bytes_that_are_no_record_are_refused(config, arena):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_full_disk_costs_old_chunks_not_new_ones(config, arena, allocate, monkeypatch, code):
+async def test_a_full_disk_evicts_old_chunks_for_new_ones(config, arena, allocate, monkeypatch, code):
     pwrite = FailingCall(monkeypatch, "pwrite")
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2, 3)
@@ -348,7 +348,9 @@ async def test_a_record_that_is_not_durable_and_cannot_be_deleted_is_deleted_bef
         assert tier.statistics().bytes == RECORD_BYTES
 
 
-async def test_what_a_failed_write_cannot_delete_is_deleted_before_the_next_write(config, arena, monkeypatch):
+async def test_an_undeletable_file_of_a_failed_write_is_deleted_before_the_next_write(
+    config, arena, monkeypatch
+):
     write, unlink = FailingCall(monkeypatch, "pwrite"), FailingCall(monkeypatch, "unlink")
     async with DiskTier(config) as tier:
         write.fail(errno.EIO)

@@ -103,7 +103,7 @@ async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(conf
     await open_and_close(config)
 
 
-async def test_a_directory_moved_away_stays_ours_and_another_in_its_place_is_not_touched(
+async def test_a_moved_directory_stays_open_and_another_one_at_its_path_is_not_changed(
     config, arena, allocate
 ):
     moved = config.path.with_name("moved")
@@ -142,7 +142,7 @@ async def test_a_directory_deleted_and_taken_by_another_is_not_written_to(config
         assert first.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
 
 
-async def test_every_directory_that_is_made_is_the_owners_alone(config, arena):
+async def test_every_created_directory_and_file_is_private(config, arena):
     config = config.model_copy(
         update={
             "path": config.path / "a" / "b",

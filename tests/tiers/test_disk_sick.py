@@ -39,7 +39,7 @@ def place(tmp_path_factory):
         parent.chmod(modes[parent])
 
 
-def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_room(children, place):
+def test_a_full_file_system_evicts_old_chunks_and_then_drops_new_ones_until_there_is_room(children, place):
     said = children.run("full_disk", path=str(place))
 
     assert said[0] in {
@@ -49,7 +49,7 @@ def test_a_full_file_system_costs_old_chunks_and_then_new_ones_until_there_is_ro
     assert said[1:] == ["stored", "stored hit"]
 
 
-def test_revoked_permissions_cost_hits_until_they_are_restored(children, place):
+def test_revoked_permissions_cause_misses_until_they_are_restored(children, place):
     said = children.run("no_rights", path=str(place))
 
     refused = "TierUnavailableError"
@@ -103,9 +103,7 @@ async def test_a_read_only_disk_serves_its_records_and_stores_again_when_writabl
         assert open_fds() <= fds
 
 
-async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_when_it_can_be_made(
-    config, arena, allocate
-):
+async def test_a_deleted_directory_is_created_again_without_its_records(config, arena, allocate):
     parent = config.path.parent / "mount"
     config = config.model_copy(update={"path": parent / "kv"})
     async with DiskTier(config) as tier:
@@ -129,7 +127,7 @@ async def test_a_directory_that_vanishes_costs_its_records_and_is_used_again_whe
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwrite"])
-async def test_a_stuck_disk_costs_a_deadline_a_call_and_serves_again_when_it_moves(
+async def test_calls_of_a_disk_that_hangs_end_at_their_deadline_until_it_recovers(
     config, arena, allocate, monkeypatch, call
 ):
     gate = gate_of(monkeypatch, call)

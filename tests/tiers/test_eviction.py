@@ -55,7 +55,7 @@ def use(policy: LRUPolicy, batch: list[ChunkKey]) -> None:
 
 
 @given(forest=forests(), data=st.data())
-def test_no_prefix_goes_before_its_suffix_whatever_is_evicted(forest, data):
+def test_no_prefix_is_evicted_before_its_suffix(forest, data):
     policy = LRUPolicy()
     nodes = st.integers(0, len(forest.parents) - 1)
     for _ in range(data.draw(st.integers(1, 20), label="steps")):

@@ -25,7 +25,7 @@ async def ask(path: Path) -> None:
         assert not await tier.contains(key_of(1))
 
 
-def test_the_daemon_is_asked_at_its_socket():
+def test_the_daemon_is_checked_at_its_socket():
     with socket_path() as path:
         with ThreadedDaemon(path) as daemon:
             found = diagnosed(socket=path)["daemon"]

@@ -211,7 +211,7 @@ async def test_reconnecting_continues_after_an_unexpected_error(tier, arena, mon
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_lists_of_keys_are_asked_for_one_after_the_other(tier, arena, monkeypatch):
+async def test_lists_of_keys_are_requested_one_after_the_other(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
     ask, starts = Connection.ask, []
 
@@ -242,7 +242,7 @@ async def test_without_a_daemon_the_tier_opens_and_every_call_raises(arena, allo
             await tier.contains(key_of(1))
 
 
-async def test_a_daemon_that_does_not_answer_costs_the_deadline_and_keeps_no_lease(daemon, arena, allocate):
+async def test_calls_of_a_daemon_that_hangs_end_at_their_deadline_without_leases(daemon, arena, allocate):
     async with opened(daemon, arena, lookup_timeout_s=0.01, transfer_timeout_s=0.01) as tier:
         with record(arena, 1) as buffer:
             async with asyncio.timeout(DEADLINE_S):
@@ -451,7 +451,7 @@ class SlowCUDA:
         return 0
 
 
-async def test_a_daemon_that_goes_away_while_its_pool_is_pinned_stops_no_loop(arena, monkeypatch):
+async def test_the_end_of_a_daemon_while_its_pool_is_pinned_does_not_block_the_loop(arena, monkeypatch):
     cuda = SlowCUDA(monkeypatch)
     with socket_path() as path, ThreadedDaemon(path, max_bytes="2MiB") as daemon:
         tier = opened(daemon, arena)

@@ -90,7 +90,7 @@ async def test_gets_count_with_the_largest_record_size(arena):
 
 
 @in_virtual_time
-async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena):
+async def test_a_batch_larger_than_the_limit_is_split_into_parts_as_large_as_fit(arena):
     inner = ScriptedTier()
     tier = limited(inner, max_bytes=2 * SLAB_BYTES, arena=arena)
     items = chunks(arena, 6)
@@ -107,7 +107,7 @@ async def test_a_batch_larger_than_the_limit_goes_in_parts_as_large_as_fit(arena
 
 
 @in_virtual_time
-async def test_a_chunk_larger_than_the_limit_goes_alone(arena):
+async def test_a_chunk_larger_than_the_limit_is_a_part_of_its_own(arena):
     inner = ScriptedTier()
     inner.script.extend([1.0] * 3)
     tier = limited(inner, max_bytes=10)

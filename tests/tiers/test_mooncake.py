@@ -121,7 +121,7 @@ async def opened(config, store, arena):
         yield tier
 
 
-async def test_records_go_between_the_arena_and_the_pool_without_a_copy_of_ours(
+async def test_records_are_transferred_between_the_arena_and_the_pool_without_a_copy(
     opened, store, client, arena, allocate
 ):
     given: list[int] = []

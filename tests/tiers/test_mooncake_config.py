@@ -76,7 +76,7 @@ async def test_a_missing_library_is_named_with_its_package(arena, monkeypatch, f
 
 
 @pytest.mark.parametrize("missing", ["mooncake", "mooncake.store"])
-async def test_without_the_package_it_says_what_to_install(arena, monkeypatch, missing):
+async def test_the_error_without_the_package_names_the_package_to_install(arena, monkeypatch, missing):
     _forget_engine(monkeypatch)
     monkeypatch.setitem(sys.modules, missing, None)
     tier = MooncakeTier(MooncakeConfig.model_validate({"url": URL}))

@@ -56,7 +56,9 @@ def bound_tier(pool: MooncakePool, arena: Arena, **options: object) -> MooncakeT
     [(kill_store, MooncakePool.start_segment), (kill_master, MooncakePool.start_master)],
     ids=["store", "master"],
 )
-async def test_one_killed_and_restarted_in_mid_traffic_costs_hits_alone(pool, arena, allocate, kill, restart):
+async def test_a_restart_of_the_master_or_a_store_causes_only_misses_and_drops(
+    pool, arena, allocate, kill, restart
+):
     async with bound_tier(pool, arena) as inner:
         tier = handle_of(inner, timeout_s=DEADLINE_S)
         traffic = Traffic(tier.put, tier.get, arena, allocate)

@@ -122,7 +122,7 @@ def test_a_reason_is_one_line_without_signed_queries():
     assert len(reason(RuntimeError("x" * 5000))) == 300
 
 
-def test_without_obstore_it_says_what_to_install(monkeypatch):
+def test_the_error_without_obstore_names_the_package_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.startswith("lmcache_async.plugins.s3")]:

@@ -42,9 +42,7 @@ async def open_tier(config: S3Config, arena: Arena) -> S3Tier:
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_a_server_killed_under_its_clients_costs_misses_until_it_is_back(
-    s3_server, proxy, arena, allocate, options
-):
+async def test_a_killed_server_causes_misses_until_its_restart(s3_server, proxy, arena, allocate, options):
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
         await TierRig(tier, arena).put(*range(4))
         proxy.answers.shut()

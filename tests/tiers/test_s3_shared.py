@@ -65,7 +65,7 @@ async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
 
 @pytest.mark.parametrize("content", [b"", bytes(200_000)], ids=["empty", "too long"])
 @pytest.mark.parametrize("part_bytes", [4096, 1 << 20])
-async def test_an_object_of_no_records_length_stays_if_invalid_records_are_not_removed(
+async def test_an_object_of_an_invalid_length_stays_if_invalid_records_are_not_removed(
     tmp_path, arena, allocate, content, part_bytes
 ):
     store = LocalStore(tmp_path)
@@ -166,7 +166,9 @@ async def test_a_record_that_changes_all_the_time_is_an_error(tier, arena, alloc
         await TierRig(tier, arena).check_leases()
 
 
-async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(tier, arena, monkeypatch):
+async def test_the_lookup_of_a_prefix_sends_at_most_one_window_of_requests_beyond_its_end(
+    tier, arena, monkeypatch
+):
     asked = []
     find = Bucket.find
 
@@ -186,7 +188,7 @@ async def test_a_prefix_costs_no_more_requests_than_it_is_long_and_a_window(tier
         assert len(asked) == len(set(asked)) == 4 + tier.config.concurrency
 
 
-async def test_no_more_requests_are_under_way_than_asked_for(s3_server, arena, allocate):
+async def test_the_number_of_concurrent_requests_is_limited(s3_server, arena, allocate):
     async with Proxy(s3_server.port) as proxy:
         config = s3_server.config(part_bytes=4096, concurrency=3)
         tier = S3Tier(config.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}"}))

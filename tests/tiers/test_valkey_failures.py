@@ -53,7 +53,7 @@ def cluster():
         yield cluster
 
 
-async def test_a_server_killed_and_restarted_in_mid_traffic_costs_hits_alone(server, arena, allocate):
+async def test_a_restart_of_the_server_causes_only_misses_and_drops(server, arena, allocate):
     async with bound(config(server.tcp_url), arena) as tier:
         traffic = Traffic(tier.put_many, tier.get_many, arena, allocate)
         async with traffic.running():

@@ -81,7 +81,7 @@ def results_of(futures):
     workers=st.integers(1, 3),
     turns_between=st.integers(0, 6),
 )
-def test_the_bound_holds_the_order_stays_and_the_first_refusal_refuses_the_rest(
+def test_the_queue_is_bounded_and_ordered_and_a_refused_chunk_refuses_all_after_it(
     prompts, max_bytes, call_bytes, workers, turns_between
 ):
     async def check():

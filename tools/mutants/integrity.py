@@ -248,7 +248,7 @@ DISK = (
         FILES,
         "return os.open(name, flags, 0o600, ",
         "return os.open(name, flags, 0o644, ",
-        ("tests/tiers/test_disk_owner.py::test_every_directory_that_is_made_is_the_owners_alone",),
+        ("tests/tiers/test_disk_owner.py::test_every_created_directory_and_file_is_private",),
     ),
     Mutation(
         "disk capacity is not checked",
