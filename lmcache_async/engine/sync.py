@@ -32,6 +32,9 @@ from lmcache_async.hashing import Namespace, TokenIds
 
 T = TypeVar("T")
 
+DESTROY_S = 120.0
+"""Longest wait for the end of the destruction of an engine before another one is created with its id."""
+
 INTERRUPT_S = 30.0
 """Longest wait for the end of a call that was interrupted, such as by Ctrl+C."""
 
@@ -376,6 +379,7 @@ class LMCacheEngineBuilder:
     """
 
     _engines: ClassVar[dict[str, LMCacheEngine]] = {}
+    _destroying: ClassVar[dict[str, threading.Event]] = {}  # set when the tiers of the engine are closed
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
@@ -389,25 +393,30 @@ class LMCacheEngineBuilder:
     ) -> LMCacheEngine:
         """Return the engine with this id; create it if there is none or it was closed.
 
-        If another thread is closing it, wait until its tiers are closed, because the new engine may use their directories.
+        If another thread is destroying it, wait until its tiers are closed, because the new engine may use their directories.
 
         Raises:
             ConfigError: The engine exists with another config or other metadata.
-            EngineClosedError: The engine belongs to the parent of this forked process.
+            EngineClosedError: The engine belongs to the parent of this forked process, or is not destroyed within `DESTROY_S`.
             ValueError: The engine was opened with other tensors.
         """
         while True:
             with cls._lock:
-                engine = cls._engines.get(instance_id)
-                if engine is None:
+                engine, ended = cls._engines.get(instance_id), cls._destroying.get(instance_id)
+                if engine is None and ended is None:
                     engine = LMCacheEngine(config or load_engine_config(), metadata, kv_caches=kv_caches)
                     cls._engines[instance_id] = engine
                     return engine
-                if not engine.closed:
+                if engine is not None and not engine.closed:
                     engine._use(instance_id, config, metadata, kv_caches)
                     return engine
-            engine.close()  # returns when it is closed
-            cls._forget(instance_id, engine)
+                engine = cls._take(instance_id)
+            if engine is not None:
+                cls._close(instance_id, engine)
+            elif ended is not None and not ended.wait(DESTROY_S):
+                raise EngineClosedError(
+                    f"engine {instance_id!r} is still being destroyed after {DESTROY_S} s; use another instance id"
+                )
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
@@ -432,22 +441,30 @@ class LMCacheEngineBuilder:
         """
         with cls._lock:
             cls._find(instance_id)
-            engine = cls._engines.get(instance_id)
+            engine = cls._take(instance_id)
         if engine is None:
             return
         try:
             if clear and not engine.closed:
                 engine.clear()
         finally:
-            engine.close()
-            cls._forget(instance_id, engine)
+            cls._close(instance_id, engine)
 
     @classmethod
-    def _forget(cls, instance_id: str, engine: LMCacheEngine) -> None:
-        """Free the id of a closed engine, unless another engine has it already."""
-        with cls._lock:
-            if cls._engines.get(instance_id) is engine:
-                del cls._engines[instance_id]
+    def _take(cls, instance_id: str) -> LMCacheEngine | None:
+        """Begin the destruction of an engine, which ends with `_close`. Called with the lock."""
+        engine = cls._engines.pop(instance_id, None)
+        if engine is not None:
+            cls._destroying[instance_id] = threading.Event()
+        return engine
+
+    @classmethod
+    def _close(cls, instance_id: str, engine: LMCacheEngine) -> None:
+        try:
+            engine.close()
+        finally:
+            with cls._lock:
+                cls._destroying.pop(instance_id).set()
 
     @classmethod
     def _find(cls, instance_id: str) -> LMCacheEngine | None:
@@ -460,6 +477,7 @@ class LMCacheEngineBuilder:
     @classmethod
     def _renew_lock(cls) -> None:
         cls._lock = threading.Lock()
+        cls._destroying = {}
 
 
 # A thread of the parent may have held the lock at the fork; the child could never release it.

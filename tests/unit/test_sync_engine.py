@@ -16,6 +16,7 @@ import torch
 from lmcache_async.cache_engine import LMCacheEngine, LMCacheEngineBuilder, LMCacheEngineMetadata
 from lmcache_async.config import load_config
 from lmcache_async.engine import engine as engine_module
+from lmcache_async.engine import sync
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.errors import ChainError, ConfigError, EngineClosedError, TierUnavailableError
 from lmcache_async.testing.fakes import FaultyTier, installed
@@ -627,35 +628,54 @@ def test_destroy_writes_the_queue_first(builder, made, paged):
     assert len(made.records) == 5
 
 
+@pytest.mark.parametrize("parks_at", ["put", "clear"])
 def test_an_id_that_is_being_destroyed_is_created_again_when_its_tiers_are_closed(
-    builder, made, paged, tmp_path, monkeypatch
+    builder, made, paged, tmp_path, monkeypatch, parks_at
 ):
     disk = {"name": "disk", "path": str(tmp_path), "max_bytes": "1MiB"}
     tiers = config(tiers=["dict", disk], shutdown_timeout_s=LONG_S)
     engine = builder.get_or_create("a", tiers, kv_caches=paged.caches)
-    made.tier.close_gate("put")
-    storing = in_thread(store, engine, paged)
-    wait_parked(engine, made.tier)
-    destroying = in_thread(builder.destroy, "a")
-    while not engine._closed:
+    clears, tier = parks_at == "clear", made.tier
+    if clears:
+        store(engine, paged)
+    tier.close_gate(parks_at)
+    destroyed = [] if clears else [in_thread(store, engine, paged)]
+    if not clears:
+        wait_parked(engine, tier)
+    destroyed.append(in_thread(builder.destroy, "a", clear=clears))
+    while "a" not in builder._destroying:
         pass
-    open_gate, close = made.tier.open_gate, engine.close
+    ended = builder._destroying["a"]
+    wait = ended.wait
 
-    def let_it_end():
-        with contextlib.suppress(EngineClosedError):  # it has ended
-            engine._loop.call_soon(open_gate)
-        close()
+    def let_it_end(timeout_s=None):
+        engine._loop.call_soon(tier.open_gate)
+        return wait(timeout_s)
 
-    monkeypatch.setattr(engine, "close", let_it_end)
+    monkeypatch.setattr(ended, "wait", let_it_end)
     try:
         second = builder.get_or_create("a", tiers, kv_caches=paged.caches)
     finally:
-        let_it_end()
-        destroying.result(LONG_S)
+        with contextlib.suppress(EngineClosedError):  # it has ended
+            let_it_end()
 
-    assert storing.exception(LONG_S) is None
+    assert [future.exception(LONG_S) for future in destroyed] == [None] * len(destroyed)
     assert builder.get("a") is second
-    assert second.lookup(TOKENS) == 40
+    assert second.lookup(TOKENS) == (0 if clears else 40)
+
+
+def test_an_id_that_is_destroyed_for_too_long_is_not_created(builder, made, paged, monkeypatch):
+    engine = builder.get_or_create("a", config(tiers=["dict"]), kv_caches=paged.caches)
+    monkeypatch.setattr(sync, "DESTROY_S", 0.0)
+    made.tier.close_gate("clear")
+    destroying = in_thread(builder.destroy, "a", clear=True)
+    wait_parked(engine, made.tier)
+
+    with pytest.raises(EngineClosedError, match=r"'a' is still being destroyed after 0\.0 s"):
+        builder.get_or_create("a", config(tiers=["dict"]))
+
+    engine._loop.call_soon(made.tier.open_gate)
+    assert destroying.exception(LONG_S) is None
 
 
 def test_destroy_frees_threads_and_memory(builder, paged):
