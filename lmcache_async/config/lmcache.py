@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lmcache_async.config.model import EngineConfig
-from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Rank, Setting, is_service_link
+from lmcache_async.config.sources import CONFIG_FILE, PREFIX, Precedence, Setting, is_service_link
 from lmcache_async.config.validation import Origin, hint, nearest, show
 from lmcache_async.config.values import (
     MAX_BYTES,
@@ -203,13 +203,13 @@ _UNSUPPORTED_VARIABLES = {
     _PROCESS: "server_url coordinator_url",
 }
 
-WHY_NOT = {key: why for why, keys in _UNSUPPORTED.items() for key in keys.split()}
+UNSUPPORTED = {key: why for why, keys in _UNSUPPORTED.items() for key in keys.split()}
 """Settings without an equivalent here, and the reason."""
 
-WHY_NOT_VARIABLES = {key: why for why, keys in _UNSUPPORTED_VARIABLES.items() for key in keys.split()}
+UNSUPPORTED_VARIABLES = {key: why for why, keys in _UNSUPPORTED_VARIABLES.items() for key in keys.split()}
 """Settings that LMCache reads from variables only, without an equivalent here, and the reason."""
 
-WHY_NOT_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDDEN}
+UNSUPPORTED_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDDEN}
 """Prefixes of settings without an equivalent here, and the reason."""
 
 
@@ -219,15 +219,19 @@ def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
     theirs = sum(
         key not in EngineConfig.model_fields
         and (
-            _modern(key) in {*SUPPORTED, "extra_config"} or _why_not(_modern(key), variable=False) is not None
+            _current_name(key) in {*SUPPORTED, "extra_config"}
+            or _reason_for(_current_name(key), variable=False) is not None
         )
         for key in content
     )
     return theirs > ours
 
 
-def found_in_mapping(content: Mapping[str, Any], origin: Origin, rank: Rank) -> list[Setting]:
-    return [Setting((_modern(key),), value, origin.place((key,)), rank) for key, value in content.items()]
+def found_in_mapping(content: Mapping[str, Any], origin: Origin, precedence: Precedence) -> list[Setting]:
+    return [
+        Setting((_current_name(key),), value, origin.place((key,)), precedence)
+        for key, value in content.items()
+    ]
 
 
 def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
@@ -239,7 +243,7 @@ def found_in_variables(env: Mapping[str, str]) -> list[Setting]:
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(PREFIX) or key == CONFIG_FILE.lower():
             continue
         if value and not is_service_link(name, value):
-            found.append(Setting((_modern(key),), value, name, Rank.LMCACHE))
+            found.append(Setting((_current_name(key),), value, name, Precedence.LMCACHE))
     return found
 
 
@@ -261,7 +265,7 @@ def translate(
     Of two settings with the same key, the one with the higher precedence counts. `tier_names` gives the names of the
     installed tiers; it is called only for a `remote_url`. Unknown settings and wrong values are added to `problems`.
     """
-    chosen = {item.key: item for item in sorted(found, key=lambda item: item.rank)}
+    chosen = {item.key: item for item in sorted(found, key=lambda item: item.precedence)}
     settings: list[Setting] = []
     notes: list[str] = []
     for convert in (
@@ -283,19 +287,19 @@ def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) 
         ours, convert = SUPPORTED[key]
         if convert is None or not is_set:
             return []
-        if key == "max_local_cpu_size" and _asks_nothing(item) and not _has_cpu(chosen):
+        if key == "max_local_cpu_size" and _matches_behaviour(item) and not _has_cpu(chosen):
             notes.append(f"{item.place}: {key}: the other tiers pass through the arena, see arena.max_bytes")
             return []
-        return [Setting(tuple(ours.split(".")), item.parsed(convert), item.place, item.rank)]
+        return [Setting(tuple(ours.split(".")), item.parsed(convert), item.place, item.precedence)]
     if key == "extra_config":
         options = item.parsed(parse_mapping) if is_set else {}
         notes += [f"{item.place}: extra_config.{name}: an option of LMCache's backends" for name in options]
         return []
-    why = _why_not(key, variable=item.rank is Rank.LMCACHE)
+    why = _reason_for(key, variable=item.precedence is Precedence.LMCACHE)
     if why is None:
-        choice = nearest(key, [*SUPPORTED, *WHY_NOT, *ALIASES])
+        choice = nearest(key, [*SUPPORTED, *UNSUPPORTED, *ALIASES])
         raise ConfigError(f"{item.place}: LMCache has no setting {key}{hint(choice, item.place)}")
-    if not _asks_nothing(item):
+    if not _matches_behaviour(item):
         notes.append(f"{item.place}: {key}: {why}")
     return []
 
@@ -308,14 +312,14 @@ def _tiers(
     size, disk, remote = (chosen.get(key) for key in ("max_local_disk_size", "local_disk", "remote_url"))
     tiers: list[Any] = ["cpu"] if _has_cpu(chosen) else []
     if disk and (path := disk.parsed(_disk_path)):
-        if size is None or _asks_nothing(size):
+        if size is None or _matches_behaviour(size):
             raise ConfigError(
                 f"{disk.place}: local_disk is {show(disk.value)}: expected max_local_disk_size beside it,"
                 " a number of GiB above 0 (without it LMCache never uses the disk)"
             )
         tiers.append({"name": "disk", "path": path, "max_bytes": size.parsed(_gibibytes)})
         used.append(size)
-    elif size and not _asks_nothing(size):
+    elif size and not _matches_behaviour(size):
         notes.append(f"{size.place}: max_local_disk_size: there is no local_disk")
     if remote and unless_none(remote.value) is not None:
         scheme = remote.parsed(_url_scheme)
@@ -329,14 +333,14 @@ def _tiers(
             )
     if not used:
         return []
-    last = max(used, key=lambda item: item.rank)
+    last = max(used, key=lambda item: item.precedence)
     if not tiers:
         raise ConfigError(
             f"{last.place}: {last.key} is {show(last.value)}: no tier is left:"
             " expected local_cpu on, a local_disk, or a remote_url whose tier is installed"
         )
     sources = dict.fromkeys(item.place.partition(", line ")[0] for item in used)
-    return [Setting(("tiers",), tiers, " and ".join(sources), last.rank)]
+    return [Setting(("tiers",), tiers, " and ".join(sources), last.precedence)]
 
 
 def _has_cpu(chosen: Mapping[str, Setting]) -> bool:
@@ -361,18 +365,18 @@ def _url_scheme(value: object) -> str:
     return match[1].lower()
 
 
-def _why_not(key: str, *, variable: bool) -> str | None:
-    family = next((why for prefix, why in WHY_NOT_PREFIXES.items() if key.startswith(prefix)), None)
-    return WHY_NOT.get(key) or family or (WHY_NOT_VARIABLES.get(key) if variable else None)
+def _reason_for(key: str, *, variable: bool) -> str | None:
+    family = next((why for prefix, why in UNSUPPORTED_PREFIXES.items() if key.startswith(prefix)), None)
+    return UNSUPPORTED.get(key) or family or (UNSUPPORTED_VARIABLES.get(key) if variable else None)
 
 
-def _asks_nothing(item: Setting) -> bool:
+def _matches_behaviour(item: Setting) -> bool:
     """Whether the value of a setting matches the behaviour here."""
     text = str(item.value).strip().lower()
     return text == DEFAULTS[item.key] if item.key in DEFAULTS else text in _OFF
 
 
-def _modern(key: str) -> str:
+def _current_name(key: str) -> str:
     return ALIASES.get(key, key)
 
 

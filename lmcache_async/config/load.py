@@ -22,7 +22,7 @@ from lmcache_async.config.model import EngineConfig
 from lmcache_async.config.sources import (
     CONFIG_FILE,
     PREFIX,
-    Rank,
+    Precedence,
     Setting,
     mapping_settings,
     merge,
@@ -97,12 +97,12 @@ def survey_config(
     except ConfigError as error:
         return LoadedConfig(_NOTHING, _DEFAULTS, problems=(str(error),))
     is_lmcache = named_by == LMCACHE_FILE
-    found = [*found_in_mapping(theirs, Origin(EXTRA), Rank.EXTRA), *found_in_variables(env)]
+    found = [*found_in_mapping(theirs, Origin(EXTRA), Precedence.EXTRA), *found_in_variables(env)]
     settings: list[Setting] = []
     if is_lmcache or looks_like_lmcache(content):
-        found += found_in_mapping(content, origin, Rank.FILE)
+        found += found_in_mapping(content, origin, Precedence.FILE)
     else:
-        settings += mapping_settings(content, origin.place, Rank.FILE, problems)
+        settings += mapping_settings(content, origin.place, Precedence.FILE, problems)
     translated, notes = translate(found, lambda: entry_points(group="lmcache_async.tiers").names, problems)
     notes += [
         f"{own.place}: tiers: {their.place} takes precedence over the file"
@@ -114,7 +114,7 @@ def survey_config(
         notes.append(f"{LMCACHE_FILE}: {lmcache_file} is not read, {file} is")
     settings += translated
     settings += variable_settings(env, problems)
-    settings += mapping_settings(ours, Origin(EXTRA).place, Rank.EXTRA, problems)
+    settings += mapping_settings(ours, Origin(EXTRA).place, Precedence.EXTRA, problems)
     content, origin = merge(refuse_secrets(settings, problems), origin)
     config, errors = validate_all(EngineConfig, content)
     problems += [explain(error, known_keys(EngineConfig), origin, _ADVICE) for error in errors]

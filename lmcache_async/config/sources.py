@@ -32,7 +32,7 @@ _SERVICE_LINKS = re.compile(
 )
 
 
-class Rank(IntEnum):
+class Precedence(IntEnum):
     """Precedence of a source; the highest wins."""
 
     FILE = 0
@@ -48,7 +48,7 @@ class Setting:
     path: KeyPath
     value: Any
     place: str
-    rank: Rank
+    precedence: Precedence
 
     @property
     def key(self) -> str:
@@ -63,7 +63,10 @@ class Setting:
 
 
 def mapping_settings(
-    content: Mapping[Any, Any], place_of: Callable[[KeyPath], str], rank: Rank, problems: list[str]
+    content: Mapping[Any, Any],
+    place_of: Callable[[KeyPath], str],
+    precedence: Precedence,
+    problems: list[str],
 ) -> Iterator[Setting]:
     """Yield the settings of a nested mapping, including those of unknown keys. Dotted keys are keys of sections.
 
@@ -91,7 +94,7 @@ def mapping_settings(
             if path in seen:
                 problems.append(f"{place}: {spell_path(path)} is given twice")
             seen.add(path)
-            yield Setting(path, one, place, rank)
+            yield Setting(path, one, place, precedence)
 
 
 def variable_settings(env: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
@@ -101,14 +104,14 @@ def variable_settings(env: Mapping[str, str], problems: list[str]) -> Iterator[S
         is_ours = name.startswith(PREFIX) and key not in {CONFIG_FILE, TOKEN}
         if is_ours and value.strip() and not is_service_link(key, value):
             content = {key.lower().replace("__", "."): value}
-            yield from mapping_settings(content, Origin(name).place, Rank.VARIABLE, problems)
+            yield from mapping_settings(content, Origin(name).place, Precedence.VARIABLE, problems)
 
 
 def refuse_secrets(settings: Iterable[Setting], problems: list[str]) -> Iterator[Setting]:
     """Yield the settings, except secrets that others may read: those not set by a variable. They become `problems`."""
     for setting in settings:
         file = SECRET_PATHS.get(setting.path)
-        if file is None or unless_none(setting.value) is None or setting.rank is Rank.VARIABLE:
+        if file is None or unless_none(setting.value) is None or setting.precedence is Precedence.VARIABLE:
             yield setting
         else:
             problems.append(
@@ -124,7 +127,7 @@ def merge(settings: Iterable[Setting], file: Origin) -> tuple[dict[str, Any], Or
     """
     content: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
-    for setting in sorted(settings, key=lambda setting: setting.rank):
+    for setting in sorted(settings, key=lambda setting: setting.precedence):
         section = content.setdefault(str(setting.path[0]), {}) if len(setting.path) > 1 else content
         section[str(setting.path[-1])] = setting.value
         places[setting.path] = setting.place

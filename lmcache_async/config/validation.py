@@ -213,11 +213,11 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
             found = [_details(one) for one in contradictions]
         except ValidationError as error:
             found = error.errors(include_url=False)
-        errors += [one for one in found if not any(_near(path, left_out) for path in _paths(one))]
+        errors += [one for one in found if not any(_overlaps(path, left_out) for path in _paths(one))]
         if valid is not None:
             return valid, errors
         places = {_place(one, content, left_out) for one in found}
-        left_out |= places | {path for one in found if (path := _meant(one, model))}
+        left_out |= places | {path for one in found if (path := _nearest_known_key(one, model))}
         for place in places:
             if not any(place[:length] in places for length in range(len(place))) and not _remove(
                 content, place
@@ -304,7 +304,7 @@ def _paths(details: ErrorDetails) -> list[KeyPath]:
     ]
 
 
-def _meant(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
+def _nearest_known_key(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
     """The known key nearest to an unknown one; None for other errors."""
     if details["type"] != "extra_forbidden":
         return None
@@ -312,7 +312,7 @@ def _meant(details: ErrorDetails, model: type[BaseModel]) -> KeyPath | None:
     return tuple(choice.split(".")) if choice else None
 
 
-def _near(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
+def _overlaps(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
     """Whether the path, a key above or a key below it was removed."""
     return any(path[: len(other)] == other or other[: len(path)] == path for other in left_out)
 

@@ -93,12 +93,12 @@ def weights_fingerprint(
         )
     weights = _weight_files(path, _WEIGHTS[1:] if ignore_safetensors else _WEIGHTS)
     settings = _matches(path, _SETTINGS) if path.is_dir() else []
-    describe = partial(_describe, _hash_of(algorithm))
+    describe = partial(_describe, _hash_function(algorithm))
     prefix = f"{mode}:sha256" if algorithm in CRYPTOGRAPHIC else mode
     with ThreadPoolExecutor(_THREADS, "lmcache-async-fingerprint") as pool:
         described = pool.map(partial(describe, sampled=mode == "sampled"), weights)
         entries = [*described, *map(describe, settings)]
-    return f"{prefix}:{_joined(_hash_of(algorithm), entries)}"
+    return f"{prefix}:{_combined_digest(_hash_function(algorithm), entries)}"
 
 
 def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
@@ -113,16 +113,16 @@ def processor_fingerprint(path: Path, *, algorithm: str = "xxh3_128") -> str:
     Returns:
         32 hex digits; empty if there is no such file.
     """
-    new = _hash_of(algorithm)
+    new = _hash_function(algorithm)
     entries = [_describe(new, file) for file in _matches(path, (*_PROCESSOR, *_MISTRAL_TOKENIZER))]
-    return _joined(new, entries) if entries else ""
+    return _combined_digest(new, entries) if entries else ""
 
 
-def _hash_of(algorithm: str) -> Callable[..., Any]:
+def _hash_function(algorithm: str) -> Callable[..., Any]:
     return hashlib.sha256 if algorithm in CRYPTOGRAPHIC else xxhash.xxh3_128
 
 
-def _joined(new: Callable[..., Any], entries: list[tuple[str, int, str]]) -> str:
+def _combined_digest(new: Callable[..., Any], entries: list[tuple[str, int, str]]) -> str:
     digest: str = new(canonical_text(sorted(entries)).encode()).hexdigest()
     return digest[:32]
 
@@ -159,7 +159,9 @@ def _describe(new: Callable[[], Any], path: Path, *, sampled: bool = False) -> t
             digest = new()
             # No read-ahead, which is 32 times a sample.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            samples = _of_safetensors(file, size) if path.suffix == ".safetensors" else _of_any(size)
+            samples = (
+                _safetensors_ranges(file, size) if path.suffix == ".safetensors" else _sampled_ranges(size)
+            )
             for offset, nbytes in samples:
                 digest.update(_read(file, offset, nbytes))
         else:
@@ -169,7 +171,7 @@ def _describe(new: Callable[[], Any], path: Path, *, sampled: bool = False) -> t
     return path.name, size, digest.hexdigest()
 
 
-def _of_any(size: int) -> Iterator[tuple[int, int]]:
+def _sampled_ranges(size: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length of both ends, and of 4 KiB at each stride between them."""
     yield 0, min(size, _END_BYTES)
     for offset in range(_END_BYTES, size - _END_BYTES, max(_STRIDE_BYTES, size // _MAX_SAMPLES)):
@@ -178,7 +180,7 @@ def _of_any(size: int) -> Iterator[tuple[int, int]]:
         yield size - _END_BYTES, _END_BYTES
 
 
-def _of_safetensors(file: FileIO, size: int) -> Iterator[tuple[int, int]]:
+def _safetensors_ranges(file: FileIO, size: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length of the header, and of 4 KiB at the start, middle and end of each tensor."""
     if size < 8:
         raise ValueError(f"{file.name} is not a safetensors file: it has only {size} bytes")

@@ -15,9 +15,9 @@ from lmcache_async.config.lmcache import (
     ALIASES,
     REMOTE_TIERS,
     SUPPORTED,
-    WHY_NOT,
-    WHY_NOT_PREFIXES,
-    WHY_NOT_VARIABLES,
+    UNSUPPORTED,
+    UNSUPPORTED_PREFIXES,
+    UNSUPPORTED_VARIABLES,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-lmcache.md").read_text(encoding="utf-8")
@@ -43,9 +43,9 @@ def told() -> list[dict[str, str]]:
         {key: f"`{ours}`" for key, (ours, _) in SUPPORTED.items()},
         {key: f"`{tier}`" for key, tier in REMOTE_TIERS.items()},
         {key: f"`{today}`" for key, today in ALIASES.items()},
-        WHY_NOT,
-        WHY_NOT_VARIABLES,
-        WHY_NOT_PREFIXES,
+        UNSUPPORTED,
+        UNSUPPORTED_VARIABLES,
+        UNSUPPORTED_PREFIXES,
     ],
     ids=["renamed", "schemes", "older names", "unsupported", "unsupported variables", "unsupported families"],
 )

@@ -15,8 +15,8 @@ from lmcache_async.config.lmcache import (
     CONNECTOR_KEYS,
     DEFAULTS,
     SUPPORTED,
-    WHY_NOT,
-    WHY_NOT_VARIABLES,
+    UNSUPPORTED,
+    UNSUPPORTED_VARIABLES,
 )
 from lmcache_async.config.validation import known_keys
 from lmcache_async.errors import ConfigError
@@ -291,19 +291,19 @@ def test_an_invalid_setting_of_lmcache_is_reported(load, variables, text):
 
 def test_every_key_of_lmcache_is_converted_or_has_a_reason():
     converted = {key for key in LMCACHE_KEYS if ALIASES.get(key, key) in SUPPORTED}
-    explained = {key for key in LMCACHE_KEYS if ALIASES.get(key, key) in {*WHY_NOT, "extra_config"}}
+    explained = {key for key in LMCACHE_KEYS if ALIASES.get(key, key) in {*UNSUPPORTED, "extra_config"}}
 
     assert converted ^ explained == {*LMCACHE_KEYS}
 
 
 def test_the_tables_name_existing_keys():
     assert {ours for ours, _ in SUPPORTED.values()} <= set(known_keys(EngineConfig))
-    assert set(DEFAULTS) <= {*WHY_NOT, *WHY_NOT_VARIABLES}
-    assert {*WHY_NOT, *SUPPORTED} >= CONNECTOR_KEYS
-    assert not set(SUPPORTED) & set(WHY_NOT)
-    assert not set(ALIASES) & {*SUPPORTED, *WHY_NOT}
+    assert set(DEFAULTS) <= {*UNSUPPORTED, *UNSUPPORTED_VARIABLES}
+    assert {*UNSUPPORTED, *SUPPORTED} >= CONNECTOR_KEYS
+    assert not set(SUPPORTED) & set(UNSUPPORTED)
+    assert not set(ALIASES) & {*SUPPORTED, *UNSUPPORTED}
 
 
-@given(st.sampled_from(sorted(WHY_NOT)), st.sampled_from(["7", "x", "[1]"]))
+@given(st.sampled_from(sorted(UNSUPPORTED)), st.sampled_from(["7", "x", "[1]"]))
 def test_a_setting_without_effect_never_changes_the_config(key, value):
     assert load_config(env={f"LMCACHE_{key.upper()}": value}) == EngineConfig()
