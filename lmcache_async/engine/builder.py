@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device import open_copiers
@@ -35,6 +35,14 @@ from lmcache_async.tiers.stack import TierStack
 from lmcache_async.types import RetrieveReport
 
 logger = logging.getLogger(__name__)
+
+ChainName: TypeAlias = Literal["store", "retrieve"]
+
+CHAIN_ENDS: dict[ChainName, tuple[type, type]] = {
+    "store": (StoreRequest, BatchStored),
+    "retrieve": (RetrieveRequest, RetrieveReport),
+}
+"""Types that the chains take and give."""
 
 PRIORITIES = {"low": 0, "high": -1}
 """Priorities of CUDA streams. The streams of the model have 0."""
@@ -218,7 +226,7 @@ def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
         )
 
 
-def chain_stages(config: EngineConfig, chain: Literal["store", "retrieve"]) -> tuple[str, ...]:
+def chain_stages(config: EngineConfig, chain: ChainName) -> tuple[str, ...]:
     """The stages of a chain, with `encrypt` or `decrypt` if encryption is enabled."""
     if chain == "store":
         stages, stage, before = config.store.stages, "encrypt", "write"
@@ -259,10 +267,8 @@ class _RunnerMaker:
         self._retrieve_batch_bytes = min(config.retrieve.batch_bytes, self._retrieve_budget.max_bytes)
 
     def store(self, resources: Mapping[str, Any]) -> Runner[BatchStored]:
-        chain = self._chain(chain_stages(self._config, "store"), resources)
-        chain.check_ends(StoreRequest, BatchStored)
         return Runner(
-            chain=chain,
+            chain=self._chain("store", resources),
             batch_chunks=max(1, self._store_batch_bytes // self._arena.slab_bytes),
             chunk_bytes=self._arena.slab_bytes,
             budget=self._store_budget,
@@ -272,8 +278,7 @@ class _RunnerMaker:
 
     def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
         """Return runners of the retrieve chain, and of the same chain without its last stage (prefetch)."""
-        chain = self._chain(chain_stages(self._config, "retrieve"), resources)
-        chain.check_ends(RetrieveRequest, RetrieveReport)
+        chain = self._chain("retrieve", resources)
         make = partial(
             Runner[Any],
             batch_chunks=max(1, self._retrieve_batch_bytes // self._arena.slab_bytes),
@@ -293,10 +298,12 @@ class _RunnerMaker:
         )
         return retrieve, prefetch
 
-    def _chain(self, names: Sequence[str], resources: Mapping[str, Any]) -> Chain[Any, Any]:
-        third_party = self._config.plugins.third_party
-        load = partial(self._registry.load, STAGES, third_party=third_party)
-        return Chain.named([(name, build_stage(name, load(name), resources)) for name in names])
+    def _chain(self, name: ChainName, resources: Mapping[str, Any]) -> Chain[Any, Any]:
+        load = partial(self._registry.load, STAGES, third_party=self._config.plugins.third_party)
+        stages = chain_stages(self._config, name)
+        chain = Chain.named([(stage, build_stage(stage, load(stage), resources)) for stage in stages])
+        chain.check_ends(*CHAIN_ENDS[name])
+        return chain
 
     async def _admit_store(self, copier: Copier, batch: Batch, num_chunks: int, timeout_s: float) -> None:
         """Wait for the fence of the store, and for slower tiers if the prompt is larger than the arena.

@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from lmcache_async.config import EngineConfig, LoadedConfig, survey_config
 from lmcache_async.config.validation import KeyPath, placed_lines
-from lmcache_async.engine.builder import chain_stages, default_logger
+from lmcache_async.engine.builder import CHAIN_ENDS, chain_stages, default_logger
 from lmcache_async.engine.tiers import configured_tiers
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
-from lmcache_async.pipeline.batch import RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.chain import Chain
-from lmcache_async.pipeline.report import BatchStored
 from lmcache_async.pipeline.stage import Stage, StageInfo, describe_stage
 from lmcache_async.registry import STAGES, Registry
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.types import RetrieveReport
 
 START_ERRORS = (ConfigError, MissingDependencyError, ChainError)
 """Errors with which an engine refuses a configuration."""
@@ -58,11 +55,7 @@ def problems(
     at = partial(_collected, of_tiers)
     for _ in configured_tiers(registry, config, default_logger(), EngineMetrics(), at=at):
         pass
-    chains: dict[Literal["store", "retrieve"], tuple[type, type]] = {
-        "store": (StoreRequest, BatchStored),
-        "retrieve": (RetrieveRequest, RetrieveReport),
-    }
-    for chain, ends in chains.items():
+    for chain, ends in CHAIN_ENDS.items():
         with _collected(rest, where := f"{chain}.stages"):
             names = chain_stages(config, chain)
             stages: list[StageInfo] = []
