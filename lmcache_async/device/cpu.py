@@ -67,9 +67,9 @@ class CpuCopier:
 
     def __init__(self, layout: KVLayout, *, threads: CopyThreads | int = 2) -> None:
         self.layout = layout
+        self._memory, origins = cache_memory(layout)
         self._threads = CopyThreads(threads) if isinstance(threads, int) else threads
         self._helpers = max(0, min(self._threads.num, len(os.sched_getaffinity(0)) - RESERVED_CORES))
-        self._memory, origins = cache_memory(layout)
         self._table = PlaneTable(layout.planes, origins=origins)
         self._groups = group_planes(layout.planes, by_storage=False)
         self._can_digest = can_digest(layout)

@@ -56,10 +56,8 @@ def cache_memory(layout: KVLayout) -> tuple[Bytes, list[int]]:
     """
     addresses = _AddressRange(layout)
     for plane in layout.planes:
-        end, nbytes = (
-            plane.start(layout.num_rows - 1) + plane.row_bytes,
-            layout.storages[plane.storage].nbytes,
-        )
+        nbytes = layout.storages[plane.storage].nbytes
+        end = plane.start(layout.num_rows - 1) + plane.row_bytes
         if plane.base < 0 or end > nbytes:
             raise ValueError(
                 f"rows at offset {plane.base} end at {end}, beyond the {nbytes} bytes of their storage"
