@@ -128,14 +128,19 @@ class CpuCopier:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
         total = sum(job.payload.nbytes for job in jobs)
         count = min(len(jobs), self._threads.num, max(total // MIN_THREAD_BYTES, 1))
-        payloads = whole_planes(self._table, [len(job.rows) for job in jobs], (0, self.layout.num_planes))
-        shares = [payloads[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
+        shares = [range(len(jobs) * i // count, len(jobs) * (i + 1) // count) for i in range(count)]
         copy = functools.partial(self._copy, jobs, to_host=True, stream=total >= STREAM_BYTES, digest=True)
 
-        def gather(share: Sequence[Piece]) -> list[bytes]:
-            return [digest for payload in share if (digest := copy([payload])) is not None]
+        def gather(index: int) -> bytes:
+            job = jobs[index]
+            whole = Piece(index, 0, len(job.rows) * self.layout.num_planes, 0, job.payload.nbytes)
+            digest = copy([whole])
+            assert digest is not None  # `can_digest`
+            return digest
 
-        digests = await in_threads(self._threads.pool, [functools.partial(gather, share) for share in shares])
+        digests: list[list[bytes]] = await in_threads(
+            self._threads.pool, [functools.partial(list, map(gather, share)) for share in shares]
+        )
         return [digest for each in digests for digest in each]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
