@@ -19,7 +19,7 @@ from typer import Argument
 from lmcache_async.cli import records as shared
 from lmcache_async.cli.output import JSONFlag, counted, human, number, plain
 from lmcache_async.maintenance.concurrency import Progress
-from lmcache_async.maintenance.inspection import Inspection, describe, inspect
+from lmcache_async.maintenance.inspection import Inspection, describe_record, inspect
 from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -60,7 +60,7 @@ def inspect_command(
 
     async def one_record(_: Progress) -> dict[str, Any]:
         async with stores.open(path, tier) as store:
-            return await describe(store, parsed)
+            return await describe_record(store, parsed)
 
     shared.run(
         one_record,

@@ -80,7 +80,7 @@ class LoadCosts:
         self._arena = arena
         self._slow = {stacked.id: i for i, stacked in enumerate(stack.tiers) if stacked.leaves_memory}
         self._lines = {tier: CostLine() for tier in self._slow.values()}
-        self._noted = dict.fromkeys(self._lines, 0.0)
+        self._measured_at = dict.fromkeys(self._lines, 0.0)
         self._chunk_size = chunk_size
 
     def note(self, report: RetrieveReport) -> None:
@@ -91,9 +91,9 @@ class LoadCosts:
 
     def _note(self, tier: int, chunks: float, seconds: float) -> None:
         self._lines[tier].note(chunks, seconds)
-        self._noted[tier] = asyncio.get_running_loop().time()
+        self._measured_at[tier] = asyncio.get_running_loop().time()
 
-    def ends(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    def cumulative(self, tiers: Sequence[int]) -> tuple[tuple[int, float], ...]:
         """Return the `costs` of a `LookupResult` for the index of the tier of each chunk of a hit.
 
         A tier that was never measured has cost 0, so that it is used and measured.
@@ -123,7 +123,7 @@ class LoadCosts:
         """Return the position of a chunk in a slow tier that should be measured again; None if there is none."""
         now = asyncio.get_running_loop().time()
         for tier, line in self._lines.items():
-            if line.known and now - self._noted[tier] > STALE_S and tier in tiers:
-                self._noted[tier] = now  # one measurement at a time
+            if line.known and now - self._measured_at[tier] > STALE_S and tier in tiers:
+                self._measured_at[tier] = now  # one measurement at a time
                 return tiers.index(tier)
         return None

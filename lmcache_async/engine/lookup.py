@@ -153,7 +153,7 @@ class Lookups:
             pinned = await self._pin(keys, tiers, lookup_id)
         names = [stacked.id for stacked in self.stack.tiers]
         by_tier = dict(Counter(names[tier] for tier in tiers))
-        costs = self.costs.ends(tiers)
+        costs = self.costs.cumulative(tiers)
         if (stale := self.costs.stale(tiers)) is not None:
             self.spawn(self.costs.measure(keys[stale], tiers[stale]))
         return LookupResult(count=len(tiers), by_tier=by_tier, pinned=pinned, costs=costs)

@@ -112,7 +112,7 @@ async def inspect(
     return report
 
 
-async def describe(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
+async def describe_record(store: OfflineStore, key: ChunkKey) -> dict[str, Any]:
     """Return everything about one record except its payload.
 
     Raises:

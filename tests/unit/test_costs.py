@@ -39,15 +39,15 @@ def costs_of(engine):
 
 async def test_a_load_teaches_the_one_slow_tier_that_took_part(engine):
     costs = costs_of(engine)
-    assert costs.ends([0, 0, 1]) == ((2, 0.0), (3, 0.0))
+    assert costs.cumulative([0, 0, 1]) == ((2, 0.0), (3, 0.0))
 
     costs.note(report(0.2, cpu=16))
     costs.note(report(3.0, cpu=8, dict=24))
     costs.note(report(99.0))
     costs.note(report(99.0, cpu=8))  # it waited for another tier, which had no hit
 
-    assert costs.ends([0, 0, 1, 1, 1]) == ((2, 0.0), (5, pytest.approx(3.0)))
-    assert costs.ends([]) == ()
+    assert costs.cumulative([0, 0, 1, 1, 1]) == ((2, 0.0), (5, pytest.approx(3.0)))
+    assert costs.cumulative([]) == ()
 
 
 async def test_loads_of_the_engine_are_measured_and_reported_by_lookups(engine):
@@ -72,7 +72,7 @@ async def test_a_tier_without_loads_is_measured_during_a_lookup(engine, monkeypa
 
     await engine.lookup_keys(keys)
     assert not engine._background  # measured just now
-    monkeypatch.setattr(costs, "_noted", dict.fromkeys(costs._noted, now - STALE_S - 1))
+    monkeypatch.setattr(costs, "_measured_at", dict.fromkeys(costs._measured_at, now - STALE_S - 1))
     first = (await engine.lookup_keys(keys)).costs
     assert len(engine._background) == 1
     await engine.lookup_keys(keys)
@@ -94,7 +94,7 @@ async def test_a_measurement_that_fails_or_finds_nothing_changes_no_cost(engine,
     monkeypatch.setattr(engine._parts.stack.tiers[1].tier, "get", fails)
     await costs.measure(b"\0" * 16, 1)
 
-    assert costs.ends([1]) == ((1, 0.0),)
+    assert costs.cumulative([1]) == ((1, 0.0),)
     assert engine._parts.arena.statistics().leased_slabs == leased
 
 
