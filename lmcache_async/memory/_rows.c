@@ -17,7 +17,7 @@
  * digest      return the xxh3_128 of the bytes of all payloads, at least 256, in their order. The row sizes must then
  *             be multiples of 64 bytes, and no row may be skipped.
  *
- * A queue has batches of copies, which threads make that are in `run`, without the GIL and in the order of submission.
+ * A queue has batches of copies. Threads in `run` make them without the GIL, in the order of submission.
  * When a batch has ended, 1 is added to the eventfd `event`, and `finished` returns its number and releases its buffers.
  * The queue closes `event` when it is deleted.
  * `withdraw` leaves out the pieces of a batch that no thread has begun, if there are any; the batch then ends too. `run`
