@@ -531,22 +531,18 @@ class CudaCopier:
     def _copy_payloads(
         self, staging: torch.Tensor, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], *, to_host: bool
     ) -> None:
-        place = 0
-        for piece in pieces:
+        sizes = [piece.nbytes for piece in pieces]
+        staged = staging.narrow(0, 0, sum(sizes)).split(sizes)
+        for piece, here in zip(pieces, staged, strict=True):
             job = jobs[piece.job]
-            spans = [(0, piece.nbytes)]
-            if to_host and job.has_skips:
-                # Staging has no data of skipped rows, and their payload bytes must not be written.
-                spans = self._present(job, piece)
-            payload = host_tensor(job.payload)
-            for low, high in spans:
-                here = staging.narrow(0, place + low, high - low)
-                there = payload.narrow(0, piece.offset + low, high - low)
-                if to_host:
-                    there.copy_(here, non_blocking=True)
-                else:
-                    here.copy_(there, non_blocking=True)
-            place += piece.nbytes
+            there = host_tensor(job.payload[piece.offset : piece.offset + piece.nbytes])
+            if not to_host:
+                here.copy_(there, non_blocking=True)
+            elif not job.has_skips:
+                there.copy_(here, non_blocking=True)
+            else:  # staging has no data of skipped rows, and their payload bytes must not be written
+                for low, high in self._present(job, piece):
+                    there[low:high].copy_(here[low:high], non_blocking=True)
 
     def _present(self, job: CheckedJob, piece: Piece) -> list[tuple[int, int]]:
         """Return the spans of rows that are not skipped, in bytes from the start of the piece."""
