@@ -83,6 +83,7 @@ class Job:
         job_id: Unique in the scheduler's process.
         epoch: Number of cache resets before the job was created.
         layerwise: Whether the forward pass of the same step awaits this load, layer by layer.
+        awaited: Whether the worker awaits this load before the end of the step, because the step computes nothing.
         hand_over: Whether this store is promised to another vLLM, so that the tiers' answers are reported.
         event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
     """
@@ -93,6 +94,7 @@ class Job:
     epoch: int
     parts: tuple[JobPart, ...]
     layerwise: bool = False
+    awaited: bool = False
     hand_over: bool = False
     event_lora_name: str | None = None
 
@@ -123,6 +125,7 @@ def load_job(
     groups: KVGroups,
     *,
     chunk_size: int,
+    awaited: bool,
 ) -> Job:
     """Return a job that loads the chunks that overlap the span.
 
@@ -165,6 +168,7 @@ def load_job(
         epoch=epoch,
         parts=parts,
         layerwise=span.layerwise,
+        awaited=awaited,
         event_lora_name=keys.event_lora_name,
     )
 
@@ -247,14 +251,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Message from the scheduler connector to every worker connector, sent once per step.
 
     Attributes:
-        awaited: Job ids of the loads that the workers await before the end of the step, because it computes nothing.
         plans: Load decisions for the status page.
         step: Number of the step; the workers report its end. 0 for none.
     """
 
     loads: tuple[Job, ...] = ()
     stores: tuple[Job, ...] = ()
-    awaited: tuple[int, ...] = ()
     plans: tuple[RequestPlan, ...] = ()
     step: int = 0
 

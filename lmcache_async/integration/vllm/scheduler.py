@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lmcache_async.config import EngineConfig
@@ -468,7 +468,6 @@ class SchedulerConnector:
         self._loads: dict[str, _Load] = {}  # by request id
         self._new_loads: list[Job] = []
         self._awaited_tokens = awaited_tokens
-        self._awaited: list[int] = []  # new loads from host memory, by job
         self._others = (
             OtherLoads(self._blocks_after, lambda blocks: self._manager.evict_blocks(blocks))
             if beside_others
@@ -650,14 +649,16 @@ class SchedulerConnector:
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
-        awaited = tuple(self._awaited) if self.load_policy.prefill.idle else ()
-        return StepMetadata(self.take_loads(), stores, awaited, plans, step)
+        return StepMetadata(self.take_loads(idle=self.load_policy.prefill.idle), stores, plans, step)
 
-    def take_loads(self) -> tuple[Job, ...]:
-        """Return the loads planned since the last step. They must reach the workers even if `plan_step` fails."""
-        loads = tuple(self._new_loads)
+    def take_loads(self, *, idle: bool = False) -> tuple[Job, ...]:
+        """Return the loads planned since the last step. They must reach the workers even if `plan_step` fails.
+
+        Args:
+            idle: Whether no step with tokens is running, so that the workers may await short loads from host memory.
+        """
+        loads = tuple(replace(job, awaited=job.awaited and idle) for job in self._new_loads)
         self._new_loads.clear()
-        self._awaited.clear()
         return loads
 
     def update(self, output: Any) -> None:
@@ -857,6 +858,7 @@ class SchedulerConnector:
 
     def _start_load(self, tracker: RequestTracker, span: LoadSpan, blocks: Any) -> None:
         tracker.skip_stored(self._client.epoch)
+        resident = span.answer is not None and span.answer.resident
         job = load_job(
             next(self._job_ids),
             self._client.epoch,
@@ -865,11 +867,9 @@ class SchedulerConnector:
             [_loadable(blocks.blocks[group.index]) for group in self._groups],
             self._groups,
             chunk_size=self._policy.chunk_size,
+            awaited=resident and not span.layerwise and span.hit - span.local <= self._awaited_tokens,
         )
         self._new_loads.append(job)
-        resident = span.answer is not None and span.answer.resident
-        if resident and not span.layerwise and span.hit - span.local <= self._awaited_tokens:
-            self._awaited.append(job.job_id)
         self._loads[tracker.request_id] = _Load(tracker, job, span.local)
         self.metrics.load_planned()
 

@@ -121,12 +121,8 @@ class Transfers:
             int, int
         ] = {}  # jobs whose blocks are not reported as copied, and their parts left
 
-    def load(self, jobs: Sequence[Job], awaited: Collection[int] = ()) -> None:
-        """Start loads, ordered after the work that the model's thread has queued on the device.
-
-        Args:
-            awaited: Job ids of the loads from host memory whose end the caller awaits.
-        """
+    def load(self, jobs: Sequence[Job]) -> None:
+        """Start loads, ordered after the work that the model's thread has queued on the device."""
         if not jobs:
             return
         waited: dict[int, LoadProgress] = {}
@@ -134,12 +130,7 @@ class Transfers:
         def submit() -> Future[Any]:
             waited.update(self.layerwise.start([job for job in jobs if job.layerwise]))
             fence = self._engine.copier.fence()
-            return self._loop.submit(
-                _run_all(
-                    self._load(job, fence, waited.get(job.job_id), awaited=job.job_id in awaited)
-                    for job in jobs
-                )
-            )
+            return self._loop.submit(_run_all(self._load(job, fence, waited.get(job.job_id)) for job in jobs))
 
         with self._lock:
             self._loading.update(job.job_id for job in jobs)
@@ -225,17 +216,13 @@ class Transfers:
         for plan in plans:
             self._engine.planned(plan)
 
-    async def _load(
-        self, job: Job, fence: Fence | None, progress: LoadProgress | None, *, awaited: bool
-    ) -> None:
+    async def _load(self, job: Job, fence: Fence | None, progress: LoadProgress | None) -> None:
         missing = job.touched_blocks()  # until the engine reports otherwise
         reports: list[RetrieveReport] = []
         try:
             # The largest part first: it is copied while the others are planned.
             parts = sorted(job.parts, key=lambda part: len(part.tokens), reverse=True)
-            loaded = await _run_all(
-                self._load_part(job, part, fence, progress, reports, awaited=awaited) for part in parts
-            )
+            loaded = await _run_all(self._load_part(job, part, fence, progress, reports) for part in parts)
             missing = [block for blocks in loaded for block in blocks]
         except Exception:  # the load fails, and vLLM computes instead
             logger.exception("the load of request %s failed; its tokens are computed", job.request_id)
@@ -253,8 +240,6 @@ class Transfers:
         fence: Fence | None,
         progress: LoadProgress | None,
         reports: list[RetrieveReport],
-        *,
-        awaited: bool,
     ) -> list[int]:
         """Load a part and return its blocks that were not loaded. The report of the engine is added to `reports`."""
         if not part.keys:
@@ -274,7 +259,7 @@ class Transfers:
                 request_namespace=job.request_namespace,
                 fence=fence,
                 reported=False,
-                awaited=awaited,
+                awaited=job.awaited,
                 progress=progress,
             )
         )
@@ -678,7 +663,7 @@ class RankEngine:
         self.loads_early = groups[0].layout.device.type == "cpu"
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
-        self._serving = self._loop.submit(self._serve(groups, opened))
+        self._serving = self._loop.submit(self._serve(self._loop, groups, opened))
         try:
             opened.result()
         except BaseException:
@@ -747,7 +732,9 @@ class RankEngine:
             raise RuntimeError("the KV cache was never registered")
         return self._transfers
 
-    async def _serve(self, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]) -> None:
+    async def _serve(
+        self, loop: LoopThread, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]
+    ) -> None:
         """Keep engine and server open until stopped. One task opens and closes them."""
         try:
             opening = self._open_engine(
@@ -759,7 +746,7 @@ class RankEngine:
                 more_groups=groups[1:],
             )
             async with opening as engine:
-                server = self.attach(engine, self._loop_thread, *groups)
+                server = self.attach(engine, loop, *groups)
                 await server.start()
                 try:
                     self._feed = StatsFeed(engine)
@@ -773,12 +760,6 @@ class RankEngine:
             if opened.done():
                 raise
             opened.set_exception(error)
-
-    @property
-    def _loop_thread(self) -> LoopThread:
-        if self._loop is None:
-            raise RuntimeError("the worker connector is closed")
-        return self._loop
 
     def _identity(self, groups: Sequence[EngineGroup]) -> Identity:
         namespace = groups[self._groups.leading.index].namespace
@@ -807,7 +788,6 @@ class WorkerConnector:
         self._ended: Counter[str] = Counter()
         self._loads: Sequence[Job] = ()
         self._stores: Sequence[Job] = ()
-        self._awaited: Collection[int] = ()
         self._step = 0
 
     @classmethod
@@ -842,7 +822,6 @@ class WorkerConnector:
     def begin_step(self, metadata: StepMetadata) -> None:
         """bind_connector_metadata."""
         self._loads, self._stores, self._step = metadata.loads, metadata.stores, metadata.step
-        self._awaited = metadata.awaited
         for engine in self.engines:
             engine.transfers.report_plans(metadata.plans)
         if self.engines[0].loads_early:
@@ -855,9 +834,9 @@ class WorkerConnector:
         the event loop for the GIL, and the end of a load would be reported to vLLM one step later.
         """
         loads, self._loads = self._loads, ()
-        awaited, self._awaited = self._awaited, ()
+        awaited = [job.job_id for job in loads if job.awaited]
         for engine in self.engines:
-            engine.transfers.load(loads, awaited)
+            engine.transfers.load(loads)
         deadline = time.monotonic() + IDLE_S
         for engine in self.engines if awaited else ():
             engine.transfers.wait(awaited, max(0.0, deadline - time.monotonic()))

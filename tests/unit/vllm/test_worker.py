@@ -228,7 +228,7 @@ def test_a_load_that_a_step_awaits_has_ended_when_the_step_ends(
         wait(jobs, timeout_s)
 
     monkeypatch.setattr(transfers, "wait", open_gate_and_wait)
-    worker.begin_step(StepMetadata(loads=(job(), job(2)), awaited=(1,)))
+    worker.begin_step(StepMetadata(loads=(replace(job(), awaited=True), job(2))))
 
     assert "r1" in worker.take_finished()
     assert {each.request_id: each.waited_for for each in worker.engine.retrieved} == {"r1": True, "r2": False}
@@ -239,7 +239,7 @@ def test_an_awaited_load_that_takes_too_long_ends_in_a_later_step(
 ):
     monkeypatch.setattr(worker_module, "IDLE_S", 0.0)
     worker.engine.gate.clear()
-    worker.begin_step(StepMetadata(loads=(job(),), awaited=(1,)))
+    worker.begin_step(StepMetadata(loads=(replace(job(), awaited=True),)))
     assert worker.take_finished() == set()
 
     worker.engine.gate.set()
@@ -280,7 +280,7 @@ def test_a_store_that_is_handed_over_and_cannot_be_started_is_reported_as_not_sh
         side.engine.gate.clear()
         side.step(stores=[replace(job(7), hand_over=True)])
         until(lambda: bool(side.engine.stored))
-        loops.break_one(side.rank._loop_thread.call_soon)
+        loops.break_one(side.rank._loop.call_soon)
     reports: list[WorkerReport] = []
     until(lambda: bool(reports.extend(filter(None, [side.take_report()])) or reports))
     side.engine.gate.set()
@@ -546,7 +546,7 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     side.step(job(1), stores=[job(2)])
     until(lambda: bool(side.engine.retrieved and side.engine.stored))
 
-    loops.break_one(side.rank._loop_thread.call_soon)
+    loops.break_one(side.rank._loop.call_soon)
     assert finished(side, until) == (["r1"], {10, 11, 12, 13, 14})
     assert copied(side, until) == {2: 1}
     side.engine.gate.set()
