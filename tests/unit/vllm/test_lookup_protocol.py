@@ -3,10 +3,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from lmcache_async.errors import ConfigError
-from lmcache_async.integration.vllm.lookup_server import MAX_MESSAGE_BYTES, encode, receive, socket_path
+from lmcache_async.integration.vllm.lookup_server import (
+    MAX_MESSAGE_BYTES,
+    encode,
+    pack_runs,
+    receive,
+    socket_path,
+    unpack_runs,
+)
+from lmcache_async.types import KEY_BYTES
 
 
 async def received(data: bytes) -> dict[str, object]:
@@ -33,6 +43,29 @@ async def test_encoded_messages_are_decoded():
 async def test_a_message_that_is_too_long_cut_or_no_map_is_refused(data, error, match):
     with pytest.raises(error, match=match):
         await received(data)
+
+
+@given(st.lists(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4), max_size=4))
+def test_runs_of_keys_are_unpacked_as_they_were_packed(runs: list[list[bytes]]):
+    assert unpack_runs(pack_runs([b"".join(run) for run in runs])) == runs
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        None,
+        [],
+        [bytes(KEY_BYTES)],
+        [bytes(KEY_BYTES), "1"],
+        [bytes(KEY_BYTES), b"\x01"],
+        [bytes(KEY_BYTES), b"\x02\x00"],
+        [bytes(KEY_BYTES - 1), b"\x01\x00"],
+    ],
+    ids=["nothing", "no keys", "no counts", "a text", "half a count", "another count", "a part of a key"],
+)
+def test_what_are_no_runs_of_keys_is_refused(packed: object):
+    with pytest.raises(ValueError, match="keys"):
+        unpack_runs(packed)
 
 
 def test_engines_and_ranks_have_sockets_of_their_own(socket_dir: Path):
