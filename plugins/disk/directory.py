@@ -91,7 +91,8 @@ class RecordDirectory:
         close = weakref.WeakMethod(self._close_in_child)  # weak, because the callback is never removed
         os.register_at_fork(after_in_child=lambda: (method := close()) and method())
         for name, _ in list(self.list_files(TEMPORARY_FOLDER, TEMPORARY_NAME)):
-            os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                os.unlink(f"{TEMPORARY_FOLDER}/{name}", dir_fd=self.fd)
         return list(self.scan())
 
     def open_shared(self) -> None:
@@ -153,9 +154,10 @@ class RecordDirectory:
         with os.scandir(self.fd) as entries:
             shards = [e.name for e in entries if _SHARD.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         for shard in shards:
-            for name, status in self.list_files(shard, _RECORD):
-                if name.startswith(shard):
-                    yield StoredRecord(ChunkKey(bytes.fromhex(name)), status.st_size, status.st_mtime_ns)
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                for name, status in self.list_files(shard, _RECORD):
+                    if name.startswith(shard):
+                        yield StoredRecord(ChunkKey(bytes.fromhex(name)), status.st_size, status.st_mtime_ns)
 
     def close(self) -> None:
         """Release the locks, even if a forked child has copies of the descriptors, and close the directory."""

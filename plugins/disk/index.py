@@ -219,7 +219,7 @@ class DiskIndex:
         self.used_bytes += entry.nbytes
 
     def _next_stamp(self, key: ChunkKey) -> int:
-        now = self._clock_ns()
+        now = max(0, self._clock_ns())  # a file cannot have a time before the epoch
         before = self.policy.before(key)
         if before is None:
             return now

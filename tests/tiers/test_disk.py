@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -154,6 +155,39 @@ async def test_a_deleted_file_is_a_miss_and_can_be_put_again(config, arena, allo
         assert await get(tier, allocate, 2)
         assert tier.statistics().bytes == RECORD_BYTES
         assert removed == [key_of(1), key_of(2)]
+
+
+async def test_files_and_folders_that_others_delete_during_the_start_do_not_prevent_it(
+    config, arena, allocate, monkeypatch
+):
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 1 << 120)
+    (config.root / "tmp" / f"{key_of(1).hex()}.0").touch()
+    folder = path_of(config, 1).parent
+    scandir, unlink = os.scandir, os.unlink
+
+    @contextlib.contextmanager
+    def delete_folder(place):
+        with scandir(place) as entries:
+            found = list(entries)
+        if folder.name in [entry.name for entry in found]:
+            unlink(path_of(config, 1))
+            folder.rmdir()
+        yield iter(found)
+
+    def delete_first(name, **options):
+        unlink(name, **options)
+        unlink(name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", delete_folder)
+        patch.setattr(os, "unlink", delete_first)
+        await tier.__aenter__()
+
+    assert [key async for key in tier.keys()] == [key_of(1 << 120)]  # noqa: SIM118 - no dict
+    await put(tier, arena, 1)
+    assert await get(tier, allocate, 1)
+    await tier.__aexit__(None, None, None)
 
 
 async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, arena, monkeypatch):

@@ -156,6 +156,15 @@ def test_a_prompt_put_in_parts_is_found_again_prefix_newest(parts, minutes):
     assert stamps[0] == clock.now  # the prefix of the chunks read counts as used too
 
 
+def test_stamps_are_valid_times_of_files_also_before_the_epoch():
+    clock = Clock()
+    clock.now = -5
+    index = DiskIndex(10 * PAGE, clock_ns=clock)
+    index.commit(index.reserve(key_of(1), PAGE, busy=()))
+
+    assert index.entry(key_of(1)).stamp == 0
+
+
 def test_stamps_change_at_most_once_in_a_while():
     clock = Clock()
     index = DiskIndex(10 * PAGE, clock_ns=clock)
