@@ -37,7 +37,9 @@ def open_client(token: str, token_name: str) -> httpx.AsyncClient:
     """
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"{token_name} contains characters that a key cannot have, such as a line break")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"Accept-Encoding": "identity"}  # a few bytes of a compressed response can fill the memory
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     return httpx.AsyncClient(
         headers=headers, timeout=None, trust_env=False, verify=httpx.create_ssl_context(trust_env=True)
     )
@@ -59,7 +61,7 @@ async def request_json(
             asyncio.timeout(timeout_s),
             client.stream(method, url, content=content, headers=headers) as response,
         ):
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 data += part
                 if len(data) > MAX_BYTES:
                     break
@@ -84,7 +86,7 @@ def _explained(url: str, error: Exception, hint: str) -> ConfigError | TierUnava
         return ConfigError(
             f"{url}: {text}; set SSL_CERT_FILE to a file with the certificate of its authority"
         )
-    is_protocol_error = isinstance(error, httpx.ProtocolError | httpx.DecodingError)
+    is_protocol_error = isinstance(error, httpx.ProtocolError)
     is_closed = "disconnected" in str(error) or "peer closed" in str(error)  # before or during the response
     if is_protocol_error and not is_closed:
         return ConfigError(f"{url}: the server does not speak HTTP: {error!r}")

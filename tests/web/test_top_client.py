@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from lmcache_async.cli.top import StatusClient
 from lmcache_async.errors import ConfigError, TierUnavailableError
+from tests.fuzz.damage import bounded_memory
 from tests.support.certificates import Authority
 from tests.support.secret_files import secret_file
 from tests.web.serving import served
@@ -104,6 +106,26 @@ def test_another_server_is_an_error_message(scheme: str, answer: bytes, code: in
 
     assert found[0] == code, found
     assert says in found[1]
+
+
+def test_a_compressed_answer_does_not_fill_the_memory() -> None:
+    bomb = gzip.compress(gzip.compress(bytes(32 << 20)))
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: {len(bomb)}\r\n\r\n"
+    received = b""
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal received
+        received = connection.recv(65536)
+        connection.sendall(head.encode() + bomb)
+
+    with answering(serve) as port:
+        call(f"127.0.0.1:{port}", "--once")  # imports
+        with bounded_memory(8 << 20):
+            code, shown = call(f"127.0.0.1:{port}", "--once")
+
+    assert code == 2
+    assert "not a status page of lmcache-async" in shown
+    assert b"accept-encoding: identity" in received.lower()
 
 
 @pytest.mark.parametrize(
