@@ -258,6 +258,7 @@ class RecordFiles:
             try:
                 folder = stack.enter_context(self._directory.folder(shard))
             except FileNotFoundError:
+                self._durable_folders.discard(shard)
                 with contextlib.suppress(FileExistsError):  # another thread created it
                     os.mkdir(shard, 0o700, dir_fd=root)
                 folder = stack.enter_context(self._directory.folder(shard))

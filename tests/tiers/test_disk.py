@@ -356,6 +356,11 @@ async def test_a_record_is_not_stored_before_its_name_and_that_of_its_folder_are
         assert {path.stat().st_ino for path in (record_path, record_path.parent, config.root)} <= synced
         assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
 
+        synced.clear()
+        shutil.rmtree(record_path.parent)
+        await put(tier, arena, 2)  # its folder is made again
+        assert config.root.stat().st_ino in synced
+
 
 async def test_a_record_that_is_not_durable_and_cannot_be_deleted_is_deleted_before_the_next_write(
     config, arena, monkeypatch
