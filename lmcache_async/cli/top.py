@@ -92,7 +92,7 @@ class StatusClient:
         if code != 200:
             kind = ConfigError if code < 500 else TierUnavailableError
             raise kind(f"{self.url} answered {code}; it is not a status page")
-        if not isinstance(status, dict) or status.get("kind") not in {"engine", "daemon"}:
+        if not isinstance(status, dict) or status.get("kind") not in ["engine", "daemon"]:
             raise ConfigError(f"{self.url} is not a status page of lmcache-async")
         return status
 

@@ -80,6 +80,12 @@ def test_the_certificate_of_an_authority_in_ssl_cert_file_is_accepted(tmp_path: 
         ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 2, "not a status page of lmcache-async"),
         (
             "http",
+            b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"kind":[]}',
+            2,
+            "not a status page of lmcache-async",
+        ),
+        (
+            "http",
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
             2,
             "not a status page of lmcache-async",
@@ -94,7 +100,7 @@ def test_the_certificate_of_an_authority_in_ssl_cert_file_is_accepted(tmp_path: 
         ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", 1, "no server answers"),
         ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", 1, "wrong version number"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_another_server_is_an_error_message(scheme: str, answer: bytes, code: int, says: str) -> None:
     def serve(connection: socket.socket) -> None:
