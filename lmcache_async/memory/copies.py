@@ -190,4 +190,5 @@ class CopyQueue:
         for number in self._module.finished(self._queue):
             copied = self._copies.pop(number)
             if not copied.done():
-                copied.set_result(None)
+                with contextlib.suppress(RuntimeError):  # its event loop was closed
+                    copied.set_result(None)

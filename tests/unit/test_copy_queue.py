@@ -82,6 +82,32 @@ def test_a_queue_serves_one_event_loop_after_another():
     queue.close()
 
 
+def test_a_copy_of_an_event_loop_that_was_closed_does_not_disturb_the_next_one(monkeypatch):
+    queue = CopyQueue(1, "copies")
+    target, piece = one_row()
+    other, other_piece = one_row()
+    errors: list[object] = []
+
+    async def begin() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(queue, "_missing", 0)  # no thread
+            queue.copy([piece], to_payload=True, stream=False).send(None)
+
+    async def copy() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        await queue.copy([other_piece], to_payload=True, stream=False)
+        await turns(5)
+
+    for run in (begin, copy):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(run())
+        loop.close()
+    queue.close()
+
+    assert target == other == b"\1" * ROW
+    assert not errors
+
+
 async def test_a_cancelled_copy_that_no_thread_has_begun_is_withdrawn(monkeypatch):
     queue = CopyQueue(2, "copies")
     monkeypatch.setattr(queue, "_missing", 0)  # no thread
