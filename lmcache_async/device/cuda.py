@@ -532,7 +532,7 @@ class CudaCopier:
         self, staging: torch.Tensor, jobs: Sequence[CheckedJob], pieces: Sequence[Piece], *, to_host: bool
     ) -> None:
         sizes = [piece.nbytes for piece in pieces]
-        staged = staging.narrow(0, 0, sum(sizes)).split(sizes)
+        staged = staging.narrow(0, 0, sum(sizes)).split_with_sizes(sizes)
         for piece, here in zip(pieces, staged, strict=True):
             job = jobs[piece.job]
             there = host_tensor(job.payload[piece.offset : piece.offset + piece.nbytes])
