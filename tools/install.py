@@ -40,10 +40,8 @@ def uv_environment(pip_config: str, environment: Mapping[str, str]) -> dict[str,
         section, _, option = name.rpartition(".")
         if section in found and option in VARIABLES:
             found[section][option] = str(ast.literal_eval(value))
-    chosen = {
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_NO_PROGRESS": "1",
-    }  # all indexes are equal, as for pip
+    # All indexes are equal, as for pip.
+    chosen = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_PROGRESS": "1"}
     for options in found.values():
         for option, value in options.items():
             words = value.split()

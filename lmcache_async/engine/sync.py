@@ -324,9 +324,8 @@ class LMCacheEngine:
             self.config, layout=layout, namespace=self.metadata.namespace_of(layout, self.config)
         )
 
-        async def enter() -> (
-            None
-        ):  # assigned here, because the wait may be interrupted when the engine is open
+        async def enter() -> None:
+            # Assigned here, because the wait may be interrupted when the engine is open.
             self._engine = await self._exit.enter_async_context(opened)
 
         self._memory = _memory_of(kv_caches)

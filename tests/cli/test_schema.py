@@ -33,9 +33,8 @@ def examples() -> list[str]:
     pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
     pages += sorted((ROOT / "plugins").rglob("README.md"))
     blocks = [block for page in pages for block in FENCE.findall(page.read_text(encoding="utf-8"))]
-    blocks = [
-        block for block in blocks if "\nlocal_cpu:" not in block
-    ]  # the schema does not include LMCache's keys
+    # The schema does not include LMCache's keys.
+    blocks = [block for block in blocks if "\nlocal_cpu:" not in block]
     return blocks + [file.read_text(encoding="utf-8") for file in ENGINE_FILES]
 
 

@@ -135,9 +135,8 @@ async def test_a_load_waits_for_its_fence_and_is_seen_by_the_model_afterwards():
         for tensor in cache.tensors:
             tensor.zero_()  # as vLLM zeroes new blocks; an earlier load would be lost
         await copier.scatter([job], copier.fence())
-        sums = [
-            tensor.sum(dim=(1, 2, 3)) for tensor in cache.tensors
-        ]  # on the model's stream, without synchronisation
+        # On the model's stream, without synchronisation.
+        sums = [tensor.sum(dim=(1, 2, 3)) for tensor in cache.tensors]
 
     row = float(3 * cache.tensors[0][0].numel())
     assert all(total.tolist() == [0, 0, row, 0, row, 0] for total in sums)

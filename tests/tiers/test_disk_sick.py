@@ -42,10 +42,7 @@ def place(tmp_path_factory):
 def test_a_full_file_system_evicts_old_chunks_and_then_drops_new_ones_until_there_is_room(children, place):
     said = children.run("full_disk", path=str(place))
 
-    assert said[0] in {
-        "mounted",
-        "not mounted",
-    }  # mounting needs rights; see the injected errors in test_disk.py
+    assert said[0] in {"mounted", "not mounted"}  # without rights, see the injected errors in test_disk.py
     assert said[1:] == ["stored", "stored hit"]
 
 

@@ -180,9 +180,8 @@ class ArenaMachine(RuleBasedStateMachine):
     def cancel_and_release_in_one_turn(self, number: int, held: Held, order: str) -> Any:
         call = self.line[number % len(self.line)]
         if order == "grant between":
-            call = self.line[
-                0
-            ]  # otherwise others may be served before it ends, which this model does not cover
+            # Other calls may be served before this one ends, which the model does not cover.
+            call = self.line[0]
         self.line.remove(call)
         if order in {"cancel first", "serve after both"}:
             call.task.cancel()

@@ -191,9 +191,8 @@ def test_a_scatter_with_progress_moves_the_same_bytes_and_reports_no_plane_too_e
         source.layout, *(rows[low:high] for low, high in zip([0, *edges], [*edges, len(rows)], strict=True))
     )
     gatherer, copier = CpuCopier(source.layout), CpuCopier(target.layout, threads=threads)
-    copier._helpers = min(
-        helpers or step is None, threads
-    )  # a thread copies, whether or not another one waits
+    # A thread copies, whether or not another one waits.
+    copier._helpers = min(helpers or step is None, threads)
     progress = Told(target.layout.num_planes)
 
     def waiter():

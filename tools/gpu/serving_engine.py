@@ -217,9 +217,8 @@ class Engine:
                 settled = True
             if settled and self._llm.reset_prefix_cache():
                 return found
-            if hasattr(
-                self._llm.llm_engine.engine_core, "engine_core"
-            ):  # in this process, so it does not step by itself
+            # An engine core in this process does not step by itself.
+            if hasattr(self._llm.llm_engine.engine_core, "engine_core"):
                 self._llm.llm_engine.step()
             time.sleep(0.02)
         raise RuntimeError(f"stores or loads have not ended: {found}")
@@ -278,9 +277,8 @@ def randomize(model: Any) -> None:
     import torch
 
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
-    gemma = (
-        "Gemma" in type(model).__name__
-    )  # multiplies its embeddings by the root of their size; adds 1 to norms
+    # Gemma multiplies its embeddings by the root of their size, and adds 1 to norms.
+    gemma = "Gemma" in type(model).__name__
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if weight.ndim < 2:

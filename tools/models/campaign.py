@@ -331,9 +331,8 @@ def in_processes(campaign: Campaign, outcome: Outcome, name: str, options: Mappi
         engine.settle()
         engine.close()
     with campaign.connected(disk, **options) as engine:
-        for _ in engine.until(
-            "has no hit after a restart"
-        ):  # before the workers are connected there is no hit
+        # Before the workers are connected, there is no hit.
+        for _ in engine.until("has no hit after a restart"):
             if engine.ask(asked[-1]).cached_tokens:
                 break
             engine.call("reset", connector=False)

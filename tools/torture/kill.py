@@ -243,9 +243,8 @@ def run(*, kills: int, seconds: float, seed: int) -> Outcome:
     campaign = Campaign(place, outcome, seed)
     try:
         with quiet():
-            while (
-                outcome.left("kills", kills, seconds) and not outcome.failed
-            ):  # a failure keeps the directory
+            # The directory is kept after a failure.
+            while outcome.left("kills", kills, seconds) and not outcome.failed:
                 campaign.kill_one()
     finally:
         campaign.writers.close()

@@ -131,9 +131,8 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if (side := self.scheduler) is None:
             return
         planned = self._guard(lambda: side.allocated(request, blocks, num_external_tokens), False)
-        if (
-            num_external_tokens and not planned
-        ):  # vLLM waits for these tokens, so the failure must be reported
+        if num_external_tokens and not planned:
+            # vLLM waits for these tokens, so the failure must be reported.
             self._guard(lambda: side.fail_load(request, blocks), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:

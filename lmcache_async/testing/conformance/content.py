@@ -102,9 +102,8 @@ class ContentCases(Cases):
     ) -> None:
         if rig.tier.capabilities.in_arena:
             return
-        await rig.put(
-            0
-        )  # starts the threads of the tier: a thread that is started during a put may run at once
+        # This put starts the threads of the tier: a thread that is started during a put may run at once.
+        await rig.put(0)
         numbers = range(1, 9)
         items = [(key_of(number), record(rig.arena, number)) for number in numbers]
         try:
@@ -113,10 +112,8 @@ class ContentCases(Cases):
                     await rig.tier.put_many(group)
                 else:
                     await rig.tier.put(*group[0])
-                for (
-                    _,
-                    buffer,
-                ) in group:  # no await since the put: a thread that reads the memory later finds zeros
+                # No await since the put, so a thread that reads the memory later finds zeros.
+                for _, buffer in group:
                     assert not buffer.shared, f"the tier has a lease of the caller's memory after {verb}"
                     buffer.view[:] = bytes(buffer.nbytes)
         finally:
