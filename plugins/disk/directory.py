@@ -130,7 +130,10 @@ class RecordDirectory:
         try:
             yield descriptor
         finally:
-            os.close(descriptor)
+            with contextlib.suppress(
+                OSError
+            ):  # nothing was written; what was done in the folder has succeeded
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def folder_of(self, key: ChunkKey) -> Iterator[tuple[int, str]]:

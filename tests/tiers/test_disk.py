@@ -362,6 +362,24 @@ async def test_a_record_is_not_stored_before_its_name_and_that_of_its_folder_are
         assert config.root.stat().st_ino in synced
 
 
+async def test_an_error_at_the_close_of_a_folder_does_not_matter(config, arena, allocate, monkeypatch):
+    """The record is published then, so its bytes must be counted."""
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        real(descriptor)
+        if is_folder:
+            raise OSError(errno.EIO, "failure")
+
+    async with DiskTier(config.model_copy(update={"fsync": True})) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", close)
+            await put(tier, arena, 1)
+            assert await get(tier, allocate, 1)
+        assert tier.statistics().bytes == bytes_in(config.root) == RECORD_BYTES
+
+
 async def test_a_record_that_is_not_durable_and_cannot_be_deleted_is_deleted_before_the_next_write(
     config, arena, monkeypatch
 ):
