@@ -331,8 +331,10 @@ def _register_kernels() -> None:
     """Replace Triton's kernels before the fork. vLLM searches all modules for them, which is a quarter of a start."""
     from vllm.platforms import current_platform
 
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):  # not in vLLM 0.30
+        current_platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
 def _load_model_class(model: Path) -> None:
