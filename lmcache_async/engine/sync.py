@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack, cast
 
@@ -32,8 +32,8 @@ from lmcache_async.hashing import Namespace, TokenIds
 
 T = TypeVar("T")
 
-DESTROY_S = 120.0
-"""Longest wait for the end of the destruction of an engine before another one is created with its id."""
+CLEAR_S = 120.0
+"""Longest wait for the deletion of the content of an engine before another one is created with its id."""
 
 INTERRUPT_S = 30.0
 """Longest wait for the end of a call that was interrupted, such as by Ctrl+C."""
@@ -233,8 +233,7 @@ class LMCacheEngine:
             if self._closed:
                 return
             self._closed = True
-            queue_s = self.config.shutdown_timeout_s  # for the queue, and for calls that were cancelled
-            timeout_s = 2 * (queue_s + min(queue_s, TIER_CLOSE_S)) + 1.0
+            timeout_s = self._close_limit_s
             try:
                 self._loop.submit(self._exit.aclose()).result(timeout_s)
             except TimeoutError:
@@ -245,7 +244,13 @@ class LMCacheEngine:
                 logger.warning("the tiers of the engine were not closed: %s", error)
             finally:
                 self._engine = None
-                self._loop.close(min(queue_s, TIER_CLOSE_S))
+                self._loop.close(min(self.config.shutdown_timeout_s, TIER_CLOSE_S))
+
+    @property
+    def _close_limit_s(self) -> float:
+        """Longest time in seconds that the tiers take to close."""
+        queue_s = self.config.shutdown_timeout_s  # for the queue, and for calls that were cancelled
+        return 2 * (queue_s + min(queue_s, TIER_CLOSE_S)) + 1.0
 
     @property
     def closed(self) -> bool:
@@ -268,7 +273,7 @@ class LMCacheEngine:
         if not self._loop.inherited:
             self.close()
 
-    def _use(
+    def _check_and_attach(
         self,
         instance_id: str,
         config: EngineConfig | None,
@@ -371,6 +376,19 @@ class LMCacheEngine:
             raise
 
 
+@dataclass(slots=True)
+class _Destruction:
+    """The destruction of an engine by a thread.
+
+    Attributes:
+        limit_s: Longest time in seconds that others wait for its end.
+        ended: Set when the tiers of the engine are closed.
+    """
+
+    limit_s: float
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 class LMCacheEngineBuilder:
     """Engines of this process by instance id, as in LMCache.
 
@@ -378,7 +396,7 @@ class LMCacheEngineBuilder:
     """
 
     _engines: ClassVar[dict[str, LMCacheEngine]] = {}
-    _destroying: ClassVar[dict[str, threading.Event]] = {}  # set when the tiers of the engine are closed
+    _destroying: ClassVar[dict[str, _Destruction]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
@@ -396,25 +414,26 @@ class LMCacheEngineBuilder:
 
         Raises:
             ConfigError: The engine exists with another config or other metadata.
-            EngineClosedError: The engine belongs to the parent of this forked process, or is not destroyed within `DESTROY_S`.
+            EngineClosedError: The engine belongs to the parent of this forked process, or its destruction takes longer than
+                `CLEAR_S` and the time limit of its closing.
             ValueError: The engine was opened with other tensors.
         """
         while True:
             with cls._lock:
-                engine, ended = cls._engines.get(instance_id), cls._destroying.get(instance_id)
-                if engine is None and ended is None:
+                engine, destruction = cls._engines.get(instance_id), cls._destroying.get(instance_id)
+                if engine is None and (destruction is None or destruction.ended.is_set()):
                     engine = LMCacheEngine(config or load_engine_config(), metadata, kv_caches=kv_caches)
                     cls._engines[instance_id] = engine
                     return engine
                 if engine is not None and not engine.closed:
-                    engine._use(instance_id, config, metadata, kv_caches)
+                    engine._check_and_attach(instance_id, config, metadata, kv_caches)
                     return engine
-                engine = cls._take(instance_id)
-            if engine is not None:
-                cls._close(instance_id, engine)
-            elif ended is not None and not ended.wait(DESTROY_S):
+            if engine is not None:  # it was closed
+                cls.destroy(instance_id)
+            elif destruction is not None and not destruction.ended.wait(destruction.limit_s):
                 raise EngineClosedError(
-                    f"engine {instance_id!r} is still being destroyed after {DESTROY_S} s; use another instance id"
+                    f"engine {instance_id!r} is still being destroyed after {destruction.limit_s:.0f} s;"
+                    " use another instance id"
                 )
 
     @classmethod
@@ -440,30 +459,21 @@ class LMCacheEngineBuilder:
         """
         with cls._lock:
             cls._find(instance_id)
-            engine = cls._take(instance_id)
-        if engine is None:
-            return
+            engine = cls._engines.get(instance_id)
+            if engine is None:
+                return
+            destruction = _Destruction(CLEAR_S + engine._close_limit_s)
+            cls._destroying[instance_id] = destruction
+            del cls._engines[instance_id]
         try:
             if clear and not engine.closed:
                 engine.clear()
         finally:
-            cls._close(instance_id, engine)
-
-    @classmethod
-    def _take(cls, instance_id: str) -> LMCacheEngine | None:
-        """Begin the destruction of an engine, which ends with `_close`. Called with the lock."""
-        engine = cls._engines.pop(instance_id, None)
-        if engine is not None:
-            cls._destroying[instance_id] = threading.Event()
-        return engine
-
-    @classmethod
-    def _close(cls, instance_id: str, engine: LMCacheEngine) -> None:
-        try:
-            engine.close()
-        finally:
-            with cls._lock:
-                cls._destroying.pop(instance_id).set()
+            try:
+                engine.close()
+            finally:
+                # Without the lock: an interrupt while waiting for it would leave the id unusable.
+                destruction.ended.set()
 
     @classmethod
     def _find(cls, instance_id: str) -> LMCacheEngine | None:

@@ -39,8 +39,8 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
         sample_bytes: Size of the file that is written and read to measure the speed; None to measure nothing.
     """
     if publish_file is None:
-        found = "not installed: records are written by several calls of Python each"
-        yield warn("compiled module", found, INSTALL_COMPILER)
+        found = "lmcache_async.plugins.disk._publish is not installed: each record is written by several Python calls"
+        yield warn("compiled module of the disk tier", found, INSTALL_COMPILER)
     existing = config.root.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

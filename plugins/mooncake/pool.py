@@ -18,7 +18,7 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from lmcache_async.logging import LimitedLogger
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import WorkerPool, in_thread, wait_done, wait_ended
@@ -67,7 +67,7 @@ class Pool:
     on it ends when the thread has finished.
 
     Args:
-        arena: Memory that records are read into and written from. It stays mapped until the client does not use it any more.
+        arena: Memory that records are read into and written from. It stays mapped until Mooncake's client no longer uses it.
         store: A client that is already set up; it is not closed by the pool. By default a new client.
     """
 
@@ -125,6 +125,7 @@ class Pool:
                 await asyncio.wait({self._joining})
             await wait_ended(left, abandon=True)
         except BaseException:
+            left.add_done_callback(self._log_failure)
             self._abandon_threads()
             raise
         self._requests.shutdown(wait=True)
@@ -132,7 +133,7 @@ class Pool:
 
     def close_later(self) -> None:
         """Leave the pool when the calls in threads have ended, without waiting for them."""
-        self._close()
+        self._close().add_done_callback(self._log_failure)
         self._abandon_threads()
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -206,7 +207,7 @@ class Pool:
 
     async def _call(self, threads: WorkerPool, call: Callable[[], T]) -> T:
         if self._closed:
-            raise self._was_closed()
+            raise self._closed_error()
         if not self._joined:
             raise TierUnavailableError(
                 f"the pool of {self._config.url} has not been joined yet: its master does not answer"
@@ -214,9 +215,9 @@ class Pool:
         try:
             return await in_thread(threads, call)
         except CancelledError as error:  # it had not begun when the pool was closed
-            raise self._was_closed() from error
+            raise self._closed_error() from error
 
-    def _was_closed(self) -> TierClosedError:
+    def _closed_error(self) -> TierClosedError:
         return TierClosedError(f"the mooncake tier of {self._config.url} was closed")
 
     def _warn(self, cause: object) -> None:
@@ -292,16 +293,21 @@ class Pool:
         try:
             for threads in (self._reads, self._writes):
                 threads.shutdown(wait=True, cancel_futures=True)
-            if self._joined:
-                self._store.unregister_buffer(self._address)
-            if self._is_set_up:
-                self._store.close()
+            try:
+                if self._joined:
+                    self._store.unregister_buffer(self._address)
+            finally:
+                if self._is_set_up:
+                    self._store.close()
         except BaseException as error:  # noqa: BLE001 - raised by `aclose`
-            self._memory = None
-            left.set_exception(error)
+            left.set_exception(error)  # the memory stays mapped, because it may still be registered
         else:
             self._memory = None
             left.set_result(None)
+
+    def _log_failure(self, left: Future[None]) -> None:
+        if (error := left.exception()) is not None:
+            self._logger.report("leave", "the mooncake tier did not leave its pool: %s", describe(error))
 
     def _abandon_threads(self) -> None:
         for threads in (self._requests, self._reads, self._writes):

@@ -157,3 +157,28 @@ async def test_the_client_is_closed_after_its_last_call(client, handle, arena, m
     assert isinstance(second[0], TierClosedError)
     with pytest.raises(TierError):
         await handle.lookup([key_of(1)])
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+async def test_the_client_is_closed_if_the_memory_cannot_be_unregistered(
+    client, config, arena, monkeypatch, caplog, abandoned
+):
+    def fail(address: int) -> int:
+        raise RuntimeError("no such buffer")
+
+    monkeypatch.setattr(client, "unregister_buffer", fail)
+    pool = pool_module.Pool(config, arena)
+    await pool.open()
+    while "register_buffer" not in client.calls:
+        await asyncio.sleep(0)
+
+    if abandoned:
+        pool.close_later()
+        await client.wait_closed()
+        while "did not leave its pool: no such buffer" not in caplog.text:
+            await asyncio.sleep(0)
+    else:
+        with pytest.raises(RuntimeError, match="no such buffer"):
+            await pool.aclose()
+
+    assert client.calls[-1] == "close"

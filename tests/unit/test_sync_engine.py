@@ -645,7 +645,7 @@ def test_an_id_that_is_being_destroyed_is_created_again_when_its_tiers_are_close
     destroyed.append(in_thread(builder.destroy, "a", clear=clears))
     while "a" not in builder._destroying:
         pass
-    ended = builder._destroying["a"]
+    ended = builder._destroying["a"].ended
     wait = ended.wait
 
     def let_it_end(timeout_s=None):
@@ -664,14 +664,36 @@ def test_an_id_that_is_being_destroyed_is_created_again_when_its_tiers_are_close
     assert second.lookup(TOKENS) == (0 if clears else 40)
 
 
+def test_an_interrupt_at_the_end_of_a_destruction_does_not_block_the_id(builder, paged, monkeypatch):
+    engine = builder.get_or_create("a", config(), kv_caches=paged.caches)
+    lock = builder._lock
+
+    class InterruptedLock:
+        def __enter__(self):
+            if engine.closed:
+                raise KeyboardInterrupt
+            lock.acquire()
+
+        def __exit__(self, *error):
+            lock.release()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "_lock", InterruptedLock())
+        with contextlib.suppress(KeyboardInterrupt):
+            builder.destroy("a")
+
+    monkeypatch.setattr(sync, "CLEAR_S", -LONG_S)  # do not wait
+    assert builder.get_or_create("a", config(), kv_caches=paged.caches) is not engine
+
+
 def test_an_id_that_is_destroyed_for_too_long_is_not_created(builder, made, paged, monkeypatch):
     engine = builder.get_or_create("a", config(tiers=["dict"]), kv_caches=paged.caches)
-    monkeypatch.setattr(sync, "DESTROY_S", 0.0)
+    monkeypatch.setattr(sync, "CLEAR_S", -LONG_S)
     made.tier.close_gate("clear")
     destroying = in_thread(builder.destroy, "a", clear=True)
     wait_parked(engine, made.tier)
 
-    with pytest.raises(EngineClosedError, match=r"'a' is still being destroyed after 0\.0 s"):
+    with pytest.raises(EngineClosedError, match=r"'a' is still being destroyed after"):
         builder.get_or_create("a", config(tiers=["dict"]))
 
     engine._loop.call_soon(made.tier.open_gate)

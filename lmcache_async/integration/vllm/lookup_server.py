@@ -446,7 +446,7 @@ class LookupServer:
                 writer.write(encode({"op": "goodbye"}))
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        backlog = _Backlog()
+        backlog = Backlog()
         try:
             if self._secret:
                 await _authenticate(reader, writer, self._secret, b"server", b"client")
@@ -507,7 +507,7 @@ class LookupServer:
                 return lookup_id
         return None
 
-    def _served(self, backlog: _Backlog, nbytes: int, lookup_id: str | None, _: object) -> None:
+    def _served(self, backlog: Backlog, nbytes: int, lookup_id: str | None, _: object) -> None:
         """Record that a message was answered or cancelled. Unpin if its lookup was released meanwhile."""
         backlog.remove(nbytes)
         if lookup_id is None:
@@ -555,7 +555,7 @@ async def _first(
     return answers
 
 
-class _Backlog:
+class Backlog:
     """Unanswered requests of one connection."""
 
     def __init__(self) -> None:
@@ -564,7 +564,7 @@ class _Backlog:
         self._reduced = asyncio.Event()
 
     def add(self, message: Message) -> int:
-        nbytes = sum(len(value) for value in message.values() if isinstance(value, bytes))
+        nbytes = _num_bytes(list(message.values()))
         self._requests += 1
         self._bytes += nbytes
         return nbytes
@@ -578,6 +578,13 @@ class _Backlog:
         while self._requests >= _MAX_REQUESTS or self._bytes >= _MAX_REQUEST_BYTES:
             self._reduced.clear()
             await self._reduced.wait()
+
+
+def _num_bytes(value: object) -> int:
+    """Return the length of all byte strings in a value of a message."""
+    if isinstance(value, list):
+        return sum(map(_num_bytes, value))
+    return len(value) if isinstance(value, bytes) else 0
 
 
 async def _listener(path: Path) -> int | None:

@@ -646,12 +646,15 @@ class RequestTracker:
         if boundary and groups.bounded and not (groups.has_states or boundary in self._boundaries):
             self._boundaries = sorted([*self._boundaries, boundary])
 
+    def end(self) -> None:
+        """Record that vLLM frees the blocks of the request that are not pinned."""
+        self._ended = True
+
     def finished(self, computed_tokens: int, room: int) -> tuple[list[StoreSpan], int]:
         """Plan the remaining stores of a request that ends, also of chunks that have no keys yet.
 
         Return the stores, and the number of chunks that are dropped because they do not fit in `room`.
         """
-        self._ended = True
         full, tail = self._due(computed_tokens)
         spans = self._spans(full, tail, {}, room)
         dropped = max(0, full - self._cursor.next_chunk) + (tail and self._cursor.tail_pending)

@@ -692,6 +692,7 @@ class SchedulerConnector:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return None
+        tracker.end()
         self._peeked.pop(tracker.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.job.layerwise:

@@ -10,6 +10,7 @@ from hypothesis import given
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm.lookup_server import (
     MAX_MESSAGE_BYTES,
+    Backlog,
     encode,
     pack_runs,
     receive,
@@ -43,6 +44,13 @@ async def test_encoded_messages_are_decoded():
 async def test_a_message_that_is_too_long_cut_or_no_map_is_refused(data, error, match):
     with pytest.raises(error, match=match):
         await received(data)
+
+
+async def test_keys_in_runs_count_against_the_byte_limit_of_a_connection():
+    keys = b"k" * (16 * 60000)
+    message = await received(encode({"op": "first", "id": 1, "runs": [pack_runs([keys, keys])]}))
+
+    assert Backlog().add(message) >= 2 * len(keys)
 
 
 @given(st.lists(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=4), max_size=4))

@@ -87,7 +87,7 @@ def test_a_request_holds_its_blocks_until_it_ends_or_is_preempted(end: str) -> N
         view.num_preemptions += 1
         assert tracker.block_table_held()()  # of the blocks that it is given next
     else:
-        tracker.finished(0, 0)
+        tracker.end()
         assert not tracker.block_table_held()()
 
     assert not held()

@@ -1006,6 +1006,19 @@ def test_source_blocks_are_held_until_every_rank_has_copied_them():
     assert bench.pool.get_num_free_blocks() == 1000
 
 
+def test_blocks_of_an_ended_request_are_freed_also_if_its_last_stores_cannot_be_planned(monkeypatch):
+    bench = Bench()
+    request = bench.request(16)
+    bench.step((request, 16))
+    monkeypatch.setattr(bench.scheduler, "_with_keys", lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        bench.finish(request)
+    bench.pool.free_blocks(reversed(bench.blocks.pop(request.request_id)))
+
+    assert bench.scheduler.would_free_blocks
+
+
 def test_beyond_the_cap_chunks_wait_for_a_later_step():
     bench = Bench(num_blocks=41, **{"vllm.max_pinned_fraction": 0.25})
     request = bench.request(32)
