@@ -61,9 +61,9 @@ class KVGroups:
 
     Attributes:
         full: The groups that are stored chunk by chunk, the leading one first.
-        bounded: The groups that are stored at boundaries.
+        boundary_groups: The groups that are stored at boundaries.
         leading: The group whose namespace is the root of the chunk keys: one of full attention, if there is any.
-        block_size: Tokens that fill whole blocks of every group.
+        block_size: Least common multiple of the block sizes of all groups, in tokens.
         has_states: Whether a group is a recurrent state, so that vLLM chooses the boundaries.
         is_one_full: Whether the model has a single group, of full attention.
     """
@@ -71,11 +71,11 @@ class KVGroups:
     def __init__(self, groups: Iterable[KVGroup]) -> None:
         self._all = tuple(groups)
         self.full = [group for group in self._all if group.is_full]
-        self.bounded = [group for group in self._all if not group.is_full]
+        self.boundary_groups = [group for group in self._all if not group.is_full]
         self.leading = next(iter(self.full), self._all[0])
         self.block_size = math.lcm(*(group.block_size for group in self._all))
         self.has_states = any(group.state for group in self._all)
-        self.is_one_full = len(self._all) == 1 and not self.bounded
+        self.is_one_full = len(self._all) == 1 and not self.boundary_groups
 
     @classmethod
     def of(cls, kv_cache_config: Any) -> KVGroups:
@@ -91,8 +91,19 @@ class KVGroups:
     def __getitem__(self, index: int) -> KVGroup:
         return self._all[index]
 
+    def stores_partial_chunks(self, *, configured: bool) -> bool:
+        """Return whether prompts are stored up to their last whole block, given `store.partial_chunks`.
+
+        With recurrent states they always are: vLLM's last state may be inside of a chunk, and is useless without the
+        KV before it.
+        """
+        return configured or self.has_states
+
     def last_boundary(self, num_tokens: int, chunk_size: int, *, partial_chunks: bool) -> int:
-        """The last position where a request of `num_tokens` tokens can continue. One token is left to compute."""
+        """Return the last position at which a request of `num_tokens` tokens can continue.
+
+        At least one token is left to compute.
+        """
         unit = self.block_size if partial_chunks else chunk_size
         return (num_tokens - 1) // unit * unit
 

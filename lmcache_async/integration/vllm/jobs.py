@@ -135,7 +135,7 @@ def load_job(
     """
 
     def blocks(group: KVGroup, start: int, stop: int) -> bytes:
-        """The blocks of the tokens `start`..`stop`."""
+        """Return the packed ids of the blocks of tokens `start` to `stop`; SKIP for blocks that are not loaded."""
         begin, end = start // group.block_size, stop // group.block_size
         first = max(begin, span.local // group.block_size)
         last = min(end, span.hit // group.block_size)
@@ -156,7 +156,7 @@ def load_job(
             partial = Tail(end, answer.partial_tokens, answer.partial_keys, answer.partial_text)
             end += answer.partial_tokens
         tables = [blocks(group, first * chunk_size, end) for group in groups.full]
-        ends = [blocks(group, group.first_needed(span.hit), span.hit) for group in groups.bounded]
+        ends = [blocks(group, group.first_needed(span.hit), span.hit) for group in groups.boundary_groups]
         parts = (
             *chunk_parts(keys, groups, first, stop, partial, tables, chunk_size=chunk_size),
             *boundary_parts(keys, groups, span.hit, ends),
@@ -226,7 +226,7 @@ def boundary_parts(
             texts=(),
             block_ids=ids,
         )
-        for group, ids in zip(groups.bounded, block_ids, strict=True)
+        for group, ids in zip(groups.boundary_groups, block_ids, strict=True)
         if ids
     )
 

@@ -146,7 +146,7 @@ class AnsweredLookup:
     """The answer to a lookup.
 
     Attributes:
-        promised: Whether the promise matches the model and the prompt of the request.
+        promise_matches: Whether the promise matches the model and the prompt of the request.
         queried_at: Time at which the answered query was sent, on the monotonic clock. Its pins are not older.
         answered_at: Time at which the answer arrived.
     """
@@ -156,7 +156,7 @@ class AnsweredLookup:
     answer: Answer
     queried_at: float
     answered_at: float
-    promised: bool = False
+    promise_matches: bool = False
 
 
 @dataclass(slots=True)
@@ -434,7 +434,7 @@ class LookupClient:
                 answer,
                 pending.queried_at,
                 self._clock(),
-                pending.promised,
+                pending.promise_matches,
             )
         )
         if pending.abandoned:
@@ -680,6 +680,7 @@ class PendingLookup:
         ends: Per rank, the partial chunks that can follow the last full chunk.
         queried_at: Time at which the last answered query was sent.
         abandoned: Whether the scheduler has released the lookup or it has failed. Its pins are then released.
+        promise_matches: Whether the promise matches the model and the prompt of the request.
     """
 
     keys: RequestKeys
@@ -687,7 +688,7 @@ class PendingLookup:
     ends: Sequence[Sequence[Chunk]]
     queried_at: float
     abandoned: bool = False
-    promised: bool = False
+    promise_matches: bool = False
 
 
 def pause_s(queries: int, waiting: int) -> float:
@@ -724,7 +725,7 @@ class PromiseWaiter:
             self.counts.mismatched += 1
             logger.report("mismatch", "request %s: the promise is ignored: %s", keys.request_id, mismatch)
             return answer
-        pending.promised = True
+        pending.promise_matches = True
         if not lookup.wait_s:
             return answer  # the time of the promise had passed before this lookup
         self.counts.accepted += 1
@@ -803,7 +804,7 @@ class Query:
         self.ranks = ranks
         self._groups = groups
         self._further = groups.full[1:]
-        self._partial_chunks = partial_chunks or groups.has_states
+        self._partial_chunks = groups.stores_partial_chunks(configured=partial_chunks)
 
     async def __call__(self, keys: RequestKeys, lookup: Lookup, ends: Sequence[Sequence[Chunk]]) -> Answer:
         """Return the longest stored prefix that every KV group can serve on every rank.
@@ -819,7 +820,7 @@ class Query:
         else:
             full, rest = divmod(lookup.num_tokens, keys.identity.chunk_size)
             answer = Answer(chunks=full, partial_tokens=rest, resident=True)
-        if not self._groups.bounded or answer.boundary is not None:
+        if not self._groups.boundary_groups or answer.boundary is not None:
             return answer
         return await self._with_boundary(keys, lookup, answer)
 
@@ -833,9 +834,9 @@ class Query:
         answer = replace(answer, pinned=False)
         size, unit = keys.identity.chunk_size, keys.identity.block_size
         hit = answer.hit_tokens(size)
-        if self._groups.bounded and hit and answer.boundary is None:
+        if self._groups.boundary_groups and hit and answer.boundary is None:
             return None
-        whole = hit > lookup.num_tokens - bool(self._groups.bounded) - unit
+        whole = hit > lookup.num_tokens - bool(self._groups.boundary_groups) - unit
         return answer if whole or memory.certain else None
 
     async def is_stored(self, keys: RequestKeys, chunk: Sequence[bytes]) -> bool:
@@ -847,7 +848,7 @@ class Query:
     def keeps(self, promise: Promise, lookup: Lookup, answer: Answer, chunk_size: int) -> bool:
         """Whether an answer has all promised tokens that the request can use."""
         tokens = promise.tokens
-        if self._groups.bounded:
+        if self._groups.boundary_groups:
             last = self._groups.last_boundary(
                 lookup.num_tokens, chunk_size, partial_chunks=self._partial_chunks
             )
@@ -894,7 +895,7 @@ class Query:
         packed = [[b""] * len(boundaries) for _ in self.ranks]
         for index, boundary in enumerate(boundaries):
             before = keys.keys_before(boundary)
-            for group in self._groups.bounded:
+            for group in self._groups.boundary_groups:
                 for rank, made in enumerate(keys.boundary_keys(group, boundary, before)):
                     packed[rank][index] += made
         return packed
@@ -915,7 +916,7 @@ class Query:
         chunks, records = lookup.num_tokens // keys.identity.chunk_size, len(self._groups.full)
         boundaries = (
             self._candidates(keys, lookup, lookup.num_tokens)[:SENT_BOUNDARIES]
-            if self._groups.bounded
+            if self._groups.boundary_groups
             else []
         )
         runs = [self._partial_runs(keys, ends)]
@@ -1036,7 +1037,8 @@ async def _ask_first(
 ) -> list[_First] | None:
     """Ask each rank for the first of its runs of keys that is stored completely. None if an answer is missing.
 
-    Without runs no rank is asked, and the result is empty. The records of a found run in host memory are pinned for the lookup, unless `lookup_id` is "".
+    If there are no runs, no rank is queried and the result is empty.
+    Records of a found run that are in host memory are pinned for the lookup, unless `lookup_id` is empty.
     """
     if not runs[0]:
         return []

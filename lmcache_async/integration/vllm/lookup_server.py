@@ -286,7 +286,7 @@ def unpack_keys(packed: bytes) -> list[ChunkKey]:
 
 
 def pack_runs(runs: Sequence[bytes]) -> list[bytes]:
-    """Runs of packed keys, as all keys and the number of keys in each run."""
+    """Pack runs of keys as two byte strings: all keys, and the number of keys of each run (uint16)."""
     counts = [len(run) // KEY_BYTES for run in runs]
     return [b"".join(runs), struct.pack(f"<{len(runs)}H", *counts)]
 
@@ -345,9 +345,8 @@ class LookupServer:
         self._clear = clear
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._unproven: dict[
-            asyncio.Task[None], None
-        ] = {}  # those that have not proved the secret, oldest first
+        # Connections that have not proved the secret, oldest first.
+        self._unproven: dict[asyncio.Task[None], None] = {}
         self._running: Counter[str] = Counter()  # lookups that may still pin
         self._closing = False
         self._released: set[str] = set()  # lookups in `_running` that were released meanwhile
@@ -421,7 +420,7 @@ class LookupServer:
         self._connections[task] = writer
         if self._secret:
             self._unproven[task] = None
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._connection_ended)
 
     def _end_unproven(self) -> None:
         """End the oldest connection that has not proved the secret, so that others on the network cannot occupy all.
@@ -435,7 +434,7 @@ class LookupServer:
         del self._unproven[oldest]
         oldest.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _connection_ended(self, task: asyncio.Task[None]) -> None:
         self._unproven.pop(task, None)
         self._connections.pop(task).close()
 
@@ -532,7 +531,7 @@ async def _prefix(
     keys: list[ChunkKey],
     alternatives: list[list[Sequence[ChunkKey]]],
 ) -> Message:
-    """Answer how many leading keys are stored. The alternatives are looked up only if all of them are."""
+    """Return the number of stored leading keys. `alternatives` are looked up only if every leading key is stored."""
     result = await lookups.lookup_keys(keys, lookup_id=lookup_id)
     whole = result.count == len(keys)
     return {

@@ -226,8 +226,9 @@ class LMCacheAsyncPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for series, labels, value in Samples.from_plain(plain):
                     if series.name in self._metrics:
                         self._note(source, series, labels, value, engine_idx)
-        except Exception:  # nothing of ours is raised into vLLM
-            logger.exception("metrics of LMCacheAsyncConnector")
+        except Exception:
+            # No error of the connector may propagate into vLLM.
+            logger.exception("cannot export the metrics of LMCacheAsyncConnector")
 
     def _made(self, series: Series) -> Any:
         common = {

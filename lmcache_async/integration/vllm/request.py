@@ -121,13 +121,13 @@ class RequestPolicy:
         At these positions the groups other than full attention are stored. Without partial chunks they are the ends of
         chunks. With a recurrent state none is known in advance; see `RequestTracker.states_offered`.
         """
-        if not self.groups.bounded or self.groups.has_states:
+        if not self.groups.boundary_groups or self.groups.has_states:
             return []
         found = {self.last_boundary(num_prompt_tokens), self.last_boundary(num_prompt_tokens + 1)}
         return sorted(found - {0})
 
     def last_boundary(self, num_prompt_tokens: int) -> int:
-        """The last position where the same prompt can continue. One token is left to compute."""
+        """Return `KVGroups.last_boundary` of a prompt with the chunk size of this policy."""
         return self.groups.last_boundary(
             num_prompt_tokens, self.chunk_size, partial_chunks=self.partial_chunks
         )
@@ -386,10 +386,8 @@ class RequestTracker:
     @property
     def local_suffices(self) -> bool:
         """Whether vLLM has every token of the request that it can use from a cache."""
-        return (
-            self._local_tokens
-            >= (self.num_tokens - 1) // self._policy.groups.block_size * self._policy.groups.block_size
-        )
+        unit = self._policy.groups.block_size
+        return self._local_tokens >= (self.num_tokens - 1) // unit * unit
 
     def waits_for_keys(self, now: float, *, connected: bool) -> bool:
         """Return whether vLLM has to ask again, because the request is to be handed over and has no keys yet.
@@ -445,7 +443,7 @@ class RequestTracker:
         if state.answered is None:
             return False
         hit = state.answered.answer.hit_tokens(self._policy.chunk_size)
-        usable = state.lookup.num_tokens - bool(self._policy.groups.bounded)  # see `boundaries`
+        usable = state.lookup.num_tokens - bool(self._policy.groups.boundary_groups)  # see `boundaries`
         complete = hit > usable - self._policy.groups.block_size
         limit = self._policy.lookup_pin_ttl_s / 2 if complete else MISS_AGE_S
         # The answer of a slow lookup is used for some time too; otherwise the lookup would be repeated without end.
@@ -469,7 +467,7 @@ class RequestTracker:
                 self.num_tokens,
                 divisible=answer.boundary is None,
             )
-            state.decision = self._policy.decide(self.request_id, hit, promised=answered.promised)
+            state.decision = self._policy.decide(self.request_id, hit, promised=answered.promise_matches)
             state.decision_local = self._local_tokens
         return state.decision.tokens
 
@@ -643,7 +641,7 @@ class RequestTracker:
         """Add a boundary at the last end of a chunk within `num_tokens` leading tokens, which other requests share."""
         boundary = num_tokens - num_tokens % self._policy.chunk_size
         groups = self._policy.groups
-        if boundary and groups.bounded and not (groups.has_states or boundary in self._boundaries):
+        if boundary and groups.boundary_groups and not (groups.has_states or boundary in self._boundaries):
             self._boundaries = sorted([*self._boundaries, boundary])
 
     def end(self) -> None:
@@ -762,7 +760,7 @@ class RequestTracker:
     def _promised_tokens(self) -> int:
         """Return the number of leading prompt tokens, stored or being stored, after which a consumer can continue."""
         tokens = self._tokens_in_chunks()
-        if not self._policy.groups.bounded:
+        if not self._policy.groups.boundary_groups:
             return tokens
         end = min(tokens, self._policy.last_boundary(self.keys.num_prompt_tokens))
         return tokens if end in self._cursor.boundaries.values() else 0

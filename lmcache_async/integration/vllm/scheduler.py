@@ -262,7 +262,7 @@ class StoreQueue:
                 not show which of its blocks that is.
         """
         needed: list[Sequence[Any]] = []
-        for group in self._groups.bounded:
+        for group in self._groups.boundary_groups:
             start = group.first_needed(boundary) // group.block_size
             stop = boundary // group.block_size
             if group.state:
@@ -450,8 +450,7 @@ class SchedulerConnector:
         self._policy = RequestPolicy(
             chunk_size=config.chunk_size,
             groups=self._groups,
-            # vLLM's last recurrent state may be inside of a chunk, and is useless without the KV before it.
-            partial_chunks=config.store.partial_chunks or groups.has_states,
+            partial_chunks=groups.stores_partial_chunks(configured=config.store.partial_chunks),
             generated_tokens=config.store.generated_tokens,
             lookup_timeout_s=config.vllm.lookup_timeout_s,
             lookup_pin_ttl_s=config.vllm.lookup_pin_ttl_s,
@@ -602,7 +601,7 @@ class SchedulerConnector:
         if self._others is not None:
             self._others.admitted(tracker)
         admission = tracker.admitted(external_tokens)
-        if self._groups.bounded:  # vLLM 0.31 and older, which lack the attribute, have one group
+        if self._groups.boundary_groups:  # vLLM 0.31 and older, which lack the attribute, have one group
             tracker.add_shared_boundary(request.shared_prefix_boundary)
         self.metrics.admitted(admission)
         if self._wants_plans and admission.first:

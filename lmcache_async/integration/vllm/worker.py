@@ -117,9 +117,8 @@ class Transfers:
         self._unshared: dict[int, int] = {}
         self._unanswered: set[int] = set()  # jobs to be handed over whose result is not reported yet
         self._loading: set[int] = set()  # jobs whose end is not reported yet
-        self._storing: dict[
-            int, int
-        ] = {}  # jobs whose blocks are not reported as copied, and their parts left
+        # Jobs whose blocks are not reported as copied, and the number of their parts that are left.
+        self._storing: dict[int, int] = {}
 
     def load(self, jobs: Sequence[Job]) -> None:
         """Start loads, ordered after the work that the model's thread has queued on the device."""

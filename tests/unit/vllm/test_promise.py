@@ -319,5 +319,5 @@ def test_promised_chunks_are_loaded_although_computing_is_faster():
     for promised, loaded in [(False, 0), (True, 16)]:
         request = bench.request(20, params=PROMISE.params())
         answer = replace(hit(2), costs=((2, 5.0),))
-        bench.client.answer(bench.client.asked[-1], answer, promised=promised)
+        bench.client.answer(bench.client.asked[-1], answer, promise_matches=promised)
         assert bench.scheduler.match(request, 0)[0] == loaded

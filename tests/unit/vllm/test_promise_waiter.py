@@ -119,14 +119,14 @@ WHOLE = promise_of(PROMPT, 30)
 
 def test_without_a_promise_there_is_no_wait(bench: Bench):
     answer, lookup, when = bench.ask(None)
-    assert (answer.chunks, when, lookup.promised) == (0, AT_ONCE, False)
+    assert (answer.chunks, when, lookup.promise_matches) == (0, AT_ONCE, False)
     assert bench.ranks[0].asked == ["lookup", "first"]
 
 
 def test_a_promise_that_is_already_kept_costs_one_lookup(bench: Bench):
     bench.put(PROMPT, 0.0)
     answer, lookup, when = bench.ask(WHOLE)
-    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (30, AT_ONCE, True)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promise_matches) == (30, AT_ONCE, True)
     assert bench.ranks[0].asked == ["lookup"]
     assert (bench.counts.accepted, bench.counts.kept, bench.counts.queries) == (1, 1, 0)
 
@@ -166,7 +166,7 @@ def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
     bench.put(PROMPT[:16], 1.0, first=1)
     answer, lookup, when = bench.ask(WHOLE)
     assert (answer.hit_tokens(CHUNK), when) == (16, AT_THE_END)
-    assert lookup.promised
+    assert lookup.promise_matches
     assert (bench.counts.kept, bench.counts.late) == (0, 1)
 
 
@@ -194,7 +194,7 @@ def test_at_the_deadline_the_stored_prefix_is_the_hit(bench: Bench):
 def test_a_promise_that_cannot_be_of_this_request_is_not_waited_for(bench: Bench, promise: Promise):
     bench.put(PROMPT[:8], 0.0)
     answer, lookup, when = bench.ask(promise)
-    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (8, AT_ONCE, False)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promise_matches) == (8, AT_ONCE, False)
     assert (bench.counts.mismatched, bench.counts.accepted) == (1, 0)
 
 
@@ -209,7 +209,7 @@ def test_queries_during_the_wait_are_not_of_the_lookup_so_that_they_pin_nothing(
 
 def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing(bench: Bench):
     answer, lookup, when = bench.ask(WHOLE, wait_s=0.0)
-    assert (answer.hit_tokens(CHUNK), when, lookup.promised) == (0, AT_ONCE, True)
+    assert (answer.hit_tokens(CHUNK), when, lookup.promise_matches) == (0, AT_ONCE, True)
     assert (bench.counts.accepted, bench.counts.late) == (0, 0)
 
 

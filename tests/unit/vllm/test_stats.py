@@ -233,7 +233,7 @@ def test_unknown_series_and_invalid_parts_are_ignored(
     prom.observe({PARTS: [["rank 0", {"stores_total": 5}]]})
 
     assert values()["arena_waiting",] == 1
-    assert "metrics of LMCacheAsyncConnector" in caplog.text
+    assert "cannot export the metrics of LMCacheAsyncConnector" in caplog.text
 
 
 @given(st.lists(st.floats(1e-7, 1e3), max_size=30))
