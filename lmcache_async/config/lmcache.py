@@ -113,7 +113,7 @@ _HIDDEN = "this version stores KV only, no hidden states"
 _PROCESS = "use the tier host with lmcache-async serve, see docs/tiers/host.md"
 _LAYERS = "all layers of a chunk are moved together, in batches of store.batch_bytes"
 
-_UNSUPPORTED = {
+_KEYS_BY_REASON = {
     "records are stored unchanged; add an encoding stage to store.stages": "remote_serde",
     "keys are computed with hash_algorithm and do not depend on PYTHONHASHSEED": "pre_caching_hash_algorithm",
     "each tier evicts by its own policy": "cache_policy cost_aware_half_life_seconds cost_aware_ewma_alpha",
@@ -190,7 +190,7 @@ _UNSUPPORTED = {
     "there is one connector only": "use_native",
 }
 
-_UNSUPPORTED_VARIABLES = {
+_VARIABLES_BY_REASON = {
     "set VLLM_LOGGING_LEVEL in vLLM, or configure Python's logging elsewhere": "log_level log_format",
     "no usage data is collected": (
         "track_usage usage_track_url request_telemetry_type request_telemetry_endpoint"
@@ -203,10 +203,10 @@ _UNSUPPORTED_VARIABLES = {
     _PROCESS: "server_url coordinator_url",
 }
 
-UNSUPPORTED = {key: why for why, keys in _UNSUPPORTED.items() for key in keys.split()}
+UNSUPPORTED = {key: why for why, keys in _KEYS_BY_REASON.items() for key in keys.split()}
 """Settings without an equivalent here, and the reason."""
 
-UNSUPPORTED_VARIABLES = {key: why for why, keys in _UNSUPPORTED_VARIABLES.items() for key in keys.split()}
+UNSUPPORTED_VARIABLES = {key: why for why, keys in _VARIABLES_BY_REASON.items() for key in keys.split()}
 """Settings that LMCache reads from variables only, without an equivalent here, and the reason."""
 
 UNSUPPORTED_PREFIXES = {"mp.": _PROCESS, "q.": _LAYERS, "ec_": _HIDDEN, "ec.": _HIDDEN}
@@ -220,7 +220,7 @@ def looks_like_lmcache(content: Mapping[str, Any]) -> bool:
         key not in EngineConfig.model_fields
         and (
             _current_name(key) in {*SUPPORTED, "extra_config"}
-            or _reason_for(_current_name(key), variable=False) is not None
+            or _unsupported_reason(_current_name(key), variable=False) is not None
         )
         for key in content
     )
@@ -295,7 +295,7 @@ def _translated(item: Setting, chosen: Mapping[str, Setting], notes: list[str]) 
         options = item.parsed(parse_mapping) if is_set else {}
         notes += [f"{item.place}: extra_config.{name}: an option of LMCache's backends" for name in options]
         return []
-    why = _reason_for(key, variable=item.precedence is Precedence.LMCACHE)
+    why = _unsupported_reason(key, variable=item.precedence is Precedence.LMCACHE)
     if why is None:
         choice = nearest(key, [*SUPPORTED, *UNSUPPORTED, *ALIASES])
         raise ConfigError(f"{item.place}: LMCache has no setting {key}{hint(choice, item.place)}")
@@ -365,7 +365,7 @@ def _url_scheme(value: object) -> str:
     return match[1].lower()
 
 
-def _reason_for(key: str, *, variable: bool) -> str | None:
+def _unsupported_reason(key: str, *, variable: bool) -> str | None:
     family = next((why for prefix, why in UNSUPPORTED_PREFIXES.items() if key.startswith(prefix)), None)
     return UNSUPPORTED.get(key) or family or (UNSUPPORTED_VARIABLES.get(key) if variable else None)
 

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from lmcache_async.config.values import parse_list, parse_mapping
 from lmcache_async.errors import ConfigError
 
-PLACEHOLDER = "_left_out_"
+PLACEHOLDER = "_removed_"
 """Name of the placeholder for an invalid tier or layer while the others of its list are validated."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -204,7 +204,7 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
     """
     content = _copied(content)
     errors: list[ErrorDetails] = []
-    left_out: set[KeyPath] = set()
+    removed: set[KeyPath] = set()
     for _ in range(_MAX_PASSES):
         contradictions: list[PydanticCustomError] = []
         valid = None
@@ -213,11 +213,11 @@ def validate_all(model: type[ModelT], content: Any) -> tuple[ModelT | None, list
             found = [_details(one) for one in contradictions]
         except ValidationError as error:
             found = error.errors(include_url=False)
-        errors += [one for one in found if not any(_overlaps(path, left_out) for path in _paths(one))]
+        errors += [one for one in found if not any(_overlaps(path, removed) for path in _paths(one))]
         if valid is not None:
             return valid, errors
-        places = {_place(one, content, left_out) for one in found}
-        left_out |= places | {path for one in found if (path := _nearest_known_key(one, model))}
+        places = {_place(one, content, removed) for one in found}
+        removed |= places | {path for one in found if (path := _nearest_known_key(one, model))}
         for place in places:
             if not any(place[:length] in places for length in range(len(place))) and not _remove(
                 content, place
@@ -312,17 +312,17 @@ def _nearest_known_key(details: ErrorDetails, model: type[BaseModel]) -> KeyPath
     return tuple(choice.split(".")) if choice else None
 
 
-def _overlaps(path: KeyPath, left_out: Iterable[KeyPath]) -> bool:
+def _overlaps(path: KeyPath, removed: Iterable[KeyPath]) -> bool:
     """Whether the path, a key above or a key below it was removed."""
-    return any(path[: len(other)] == other or other[: len(path)] == path for other in left_out)
+    return any(path[: len(other)] == other or other[: len(path)] == path for other in removed)
 
 
-def _place(details: ErrorDetails, content: Any, left_out: set[KeyPath]) -> KeyPath:
+def _place(details: ErrorDetails, content: Any, removed: set[KeyPath]) -> KeyPath:
     """Return the key to remove because of an error: one of its keys, or a section around them if they were removed before."""
     paths = _paths(details)
     there = [path for path in paths if _find(content, path)[1]]
-    place = next((path for path in there if path not in left_out), (there or paths)[0])
-    while place and place in left_out:
+    place = next((path for path in there if path not in removed), (there or paths)[0])
+    while place and place in removed:
         place = place[:-1]
     return place
 

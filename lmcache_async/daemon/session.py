@@ -45,7 +45,7 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._process: int | None = None  # pidfd of the client
         self._paused = False
-        self._failed = False
+        self._is_ended = False
         self._leases: dict[int, Block] = {}
         self._lease_bytes = 0
         self._next_lease = 1
@@ -62,7 +62,7 @@ class Session(asyncio.Protocol):
 
     def watch(self, process: int) -> None:
         """End the session when that process ends. Children may inherit the connection, but not the mapped memory."""
-        if not process or self._failed:  # in another PID namespace, or the session has ended
+        if not process or self._is_ended:  # in another PID namespace, or the session has ended
             return
         try:
             self._process = os.pidfd_open(process)
@@ -96,7 +96,7 @@ class Session(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._failed:
+        if self._is_ended:
             return
         self._parser.feed(data)
         self._serve()
@@ -114,7 +114,7 @@ class Session(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         del error
-        self._failed = True
+        self._is_ended = True
         self._unwatch()
         leases, self._leases = self._leases, {}
         for block in leases.values():
@@ -129,7 +129,7 @@ class Session(asyncio.Protocol):
         transport = self._transport
         assert transport is not None
         try:
-            while not (self._paused or self._failed) and (message := self._parser.take()) is not None:
+            while not (self._paused or self._is_ended) and (message := self._parser.take()) is not None:
                 op, body = message
                 if op is Op.RELEASE:
                     self._release(body)
@@ -143,7 +143,7 @@ class Session(asyncio.Protocol):
 
     def _fail(self, why: str) -> None:
         logger.report("protocol", "client of tenant %r: connection ended: %s", self.tenant, why)
-        self._failed = True
+        self._is_ended = True
         self._parser = FrameParser()
         assert self._transport is not None
         if self._transport.can_write_eof():
