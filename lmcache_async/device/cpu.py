@@ -195,7 +195,7 @@ class CpuCopier:
         return copy_rows(self._rows(jobs, part), to_payload=to_host, stream=stream, digest=digest)
 
     def _rows(self, jobs: Sequence[CheckedJob], part: Sequence[Piece]) -> list[RowCopy]:
-        """Return the rows of a part, one entry for each group of planes in each piece."""
+        """Return one `RowCopy` for each group of planes in each piece."""
         rows: list[RowCopy] = []
         for piece in part:
             job = jobs[piece.job]

@@ -33,7 +33,7 @@ class PlaneTable:
 
     Args:
         planes: Planes in payload order.
-        origins: For each plane the position of the first byte of its storage; 0 for all by default.
+        origins: Position of the storage of each plane, or one number for all planes. Positions of entries include it.
     """
 
     def __init__(self, planes: Sequence[Plane], *, origins: Sequence[int] | int = 0) -> None:

@@ -71,10 +71,10 @@ def can_digest(layout: KVLayout) -> bool:
     return compiled is not None and not any(plane.row_bytes % DIGEST_UNIT for plane in layout.planes)
 
 
-def copy_rows(pieces: list[RowCopy], *, to_payload: bool, stream: bool, digest: bool = False) -> bytes | None:
+def copy_rows(copies: list[RowCopy], *, to_payload: bool, stream: bool, digest: bool = False) -> bytes | None:
     """Copy rows of the cache to or from payloads.
 
-    The compiled module copies all pieces in one call, because a thread that returns to Python has to wait for the GIL.
+    The compiled module makes all copies in one call, because a thread that returns to Python has to wait for the GIL.
 
     Args:
         stream: The batch is larger than the CPU caches: bypass them if supported.
@@ -82,10 +82,10 @@ def copy_rows(pieces: list[RowCopy], *, to_payload: bool, stream: bool, digest: 
             row may be skipped.
     """
     if compiled is not None:
-        result: bytes | None = compiled.copy(pieces, to_payload, stream, digest)
+        result: bytes | None = compiled.copy(copies, to_payload, stream, digest)
         return result
-    for piece in pieces:
-        _copy_by_numpy(*piece, to_payload=to_payload)
+    for copy in copies:
+        _copy_by_numpy(*copy, to_payload=to_payload)
     return None
 
 
@@ -105,11 +105,11 @@ def _copy_by_numpy(
         rows = part.view(f"V{row_bytes}")
         # A view with a row at every byte: the index of a row is its offset.
         shape = (len(memory) - row_bytes + 1,)
-        anywhere: npt.NDArray[np.void] = np.ndarray(shape, rows.dtype, memory, 0, (1,))
+        rows_by_offset: npt.NDArray[np.void] = np.ndarray(shape, rows.dtype, memory, 0, (1,))
         step = max(STEP_BYTES // row_bytes, 1)
         for low in range(0, len(rows), step):
-            some = slice(low, low + step)
+            batch = slice(low, low + step)
             if to_payload:
-                rows[some] = anywhere[offsets[some]]
+                rows[batch] = rows_by_offset[offsets[batch]]
             else:
-                anywhere[offsets[some]] = rows[some]
+                rows_by_offset[offsets[batch]] = rows[batch]

@@ -38,10 +38,10 @@ _START = np.zeros(1, np.int64)
 
 
 class StreamingChoice:
-    """Decides by measurement whether copies bypass the CPU caches. The faster way depends on the machine.
+    """Decides by measurement whether copies bypass the CPU caches. Which kind of copy is faster depends on the machine.
 
-    Each way is tried `TRIALS` times. After that the faster one is chosen, except that every `RETRIAL_INTERVAL`th batch is copied
-    the other way, because the load of the machine changes.
+    Each kind of copy is tried `TRIALS` times. After that the faster one is chosen, except for one batch in
+    `RETRIAL_INTERVAL`, because the load of the machine changes.
     """
 
     TRIALS = 3
@@ -121,16 +121,16 @@ class CopyQueue:
         # Let the threads end also if `close` is never called.
         weakref.finalize(self, self._module.close_queue, self._queue).atexit = False
 
-    async def copy(self, pieces: Sequence[RowCopy], *, to_payload: bool, stream: bool) -> None:
-        """Copy the rows of all pieces, each piece by one thread.
+    async def copy(self, copies: Sequence[RowCopy], *, to_payload: bool, stream: bool) -> None:
+        """Make all copies, each of them in one thread.
 
-        If the call is cancelled, pieces that no thread has begun are withdrawn, and the others are awaited.
+        If the call is cancelled, copies that no thread has begun are withdrawn, and the others are awaited.
 
         Args:
             stream: Bypass the CPU caches.
 
         Raises:
-            ValueError: The arguments of a piece do not fit together. Nothing is copied.
+            ValueError: The arguments of a copy do not fit together. Nothing is copied.
             RuntimeError: No thread can be started.
             EngineClosedError: The queue is closed, or this process is a forked child.
         """
@@ -143,7 +143,7 @@ class CopyQueue:
             self._move_to(loop)
         if self._missing:
             self._start_threads()
-        number = self._module.submit(self._queue, list(pieces), to_payload, stream)
+        number = self._module.submit(self._queue, list(copies), to_payload, stream)
         copied = self._copies[number] = loop.create_future()
         await run_shielded(copied, on_cancel=partial(self._module.withdraw, self._queue, number))
 

@@ -24,13 +24,13 @@ class Copier:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._way = StreamingChoice()
+        self._streaming = StreamingChoice()
         self._workers = WorkerPool(threads, thread_name_prefix="lmcache-async-host")
 
     async def copy(self, pairs: list[Pair]) -> None:
         """Copy all pairs and empty the list. If cancelled, it waits until no thread copies any more."""
         total = sum(len(source) for _, source in pairs)
-        stream = self._way.choose(total)
+        stream = self._streaming.choose(total)
         count = max(1, min(self._threads, total // SHARE_BYTES))
         pieces = shares(pairs, -(-total // count))
         try:
@@ -42,7 +42,7 @@ class Copier:
         finally:  # a traceback may keep this frame alive, and its views would keep the slabs leased
             for part in (pairs, *pieces):
                 part.clear()
-        self._way.note(stream=stream, nbytes=total, seconds=sum(seconds))
+        self._streaming.note(stream=stream, nbytes=total, seconds=sum(seconds))
 
     def close(self) -> None:
         """Shut the threads down. No copy may be running."""
