@@ -147,6 +147,7 @@ async def test_the_client_is_closed_after_its_last_call(client, handle, arena, m
     await gate.reached()
 
     await in_time(handle.__aexit__())
+    await in_time(asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED))  # the call that had not begun
 
     assert "close" not in client.calls
     gate.open()

@@ -13,6 +13,7 @@ from lmcache_async.testing.rig import Rig
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.breaker import BreakerStatistics, CircuitState
 from lmcache_async.types import ChunkKey
+from tests.simulation import loop as simulation
 from tests.support import engines
 from tests.support.engines import chunks_of
 from tests.support.tiers import Made, ParkingTier, altered, hang, registry_of
@@ -250,35 +251,42 @@ def with_a_tier_that_hangs(*, timeout_s=0.1, store_timeout_s=0.1, **members):
     }
 
 
-async def test_a_tier_that_never_answers_does_not_hide_chunks_in_host_memory():
-    rig = Rig(slabs=32)
-    async with rig.open(**with_a_tier_that_hangs(**HANGS)) as engine:
-        report = await engines.store(rig, engine, TOKENS)
-        keys = keys_of(engine)
+def test_a_tier_that_never_answers_does_not_hide_chunks_in_host_memory():
+    async def check():
+        rig = Rig(slabs=32)
+        async with rig.open(**with_a_tier_that_hangs(**HANGS)) as engine:
+            report = await engines.store(rig, engine, TOKENS)
+            keys = keys_of(engine)
 
-        result = await engine.lookup_keys([*keys, ChunkKey(bytes(16))], lookup_id="a")
+            result = await engine.lookup_keys([*keys, ChunkKey(bytes(16))], lookup_id="a")
 
-        assert (report.stored, result.count, result.pinned) == (5, 5, 5)
-        assert await engine.first_present([[ChunkKey(bytes(16))], keys]) == FirstPresent(1, pinned=0)
-        loaded = await engine.retrieve([*TOKENS, *range(8)], range(48))
-        assert int(loaded.sum()) == 40
+            assert (report.stored, result.count, result.pinned) == (5, 5, 5)
+            assert await engine.first_present([[ChunkKey(bytes(16))], keys]) == FirstPresent(1, pinned=0)
+            loaded = await engine.retrieve([*TOKENS, *range(8)], range(48))
+            assert int(loaded.sum()) == 40
+
+    simulation.run(check)  # in virtual time
 
 
 @pytest.mark.parametrize(
     ("circuit", "members"),
     [("lookup", HANGS), ("read", {"get": hang, "get_many": hang, "store_timeout_s": 8.0})],
 )
-async def test_a_tier_that_uses_up_the_time_of_its_requests_is_suspended(circuit, members):
+def test_a_tier_that_uses_up_the_time_of_its_requests_is_suspended(circuit, members):
     """Without a breaker, every request would take as long as the tier that hangs."""
-    rig = Rig(slabs=32)
-    async with rig.open(**with_a_tier_that_hangs(timeout_s=0.5, **members)) as engine:
-        await engines.store(rig, engine, TOKENS)
-        await engine.clear(memory_only=True)
-        requests = 0
-        while _state(engine, circuit) is not CircuitState.OPEN:
-            assert requests < 20
-            await engine.retrieve(TOKENS, range(40))
-            requests += 1
+
+    async def check():
+        rig = Rig(slabs=32)
+        async with rig.open(**with_a_tier_that_hangs(timeout_s=0.5, **members)) as engine:
+            await engines.store(rig, engine, TOKENS)
+            await engine.clear(memory_only=True)
+            requests = 0
+            while _state(engine, circuit) is not CircuitState.OPEN:
+                assert requests < 20
+                await engine.retrieve(TOKENS, range(40))
+                requests += 1
+
+    simulation.run(check)  # in virtual time
 
 
 def _state(engine, circuit):
@@ -308,15 +316,20 @@ async def test_a_prefetch_returns_the_tokens_that_are_in_host_memory(tiers, sett
         assert (memory.chunks if memory else 0) == chunks
 
 
-async def test_an_engine_without_time_to_close_abandons_a_tier_that_does_not_close(caplog):
-    closes = altered(__aexit__=hang)
-    async with asyncio.timeout(60):
+def test_an_engine_without_time_to_close_abandons_a_tier_that_does_not_close(caplog):
+    async def check():
+        closes = altered(__aexit__=hang)
         async with Rig().open(tiers=["cpu", "slow"], registry=registry_of(slow=closes), shutdown_timeout_s=0):
             pass
-    assert "did not close within 0.2 s" in caplog.text
+        assert "did not close within 0.2 s" in caplog.text
+
+    simulation.run(check)  # in virtual time
 
 
-async def test_a_tier_that_works_closes_without_a_warning_if_there_is_no_time_for_its_queue(caplog):
-    async with Rig().open(tiers=["cpu", "dict"], registry=Made().registry, shutdown_timeout_s=0):
-        pass
-    assert "did not close" not in caplog.text
+def test_a_tier_that_works_closes_without_a_warning_if_there_is_no_time_for_its_queue(caplog):
+    async def check():
+        async with Rig().open(tiers=["cpu", "dict"], registry=Made().registry, shutdown_timeout_s=0):
+            pass
+        assert "did not close" not in caplog.text
+
+    simulation.run(check)  # in virtual time
