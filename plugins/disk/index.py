@@ -237,13 +237,16 @@ class DiskIndex:
 
 
 class KeyLocks:
-    """Per-key write and delete locks. `key in locks` is true while the key is locked."""
+    """Per-key write and delete locks. Contains the keys that are locked."""
 
     def __init__(self) -> None:
         self._released: dict[ChunkKey, asyncio.Future[None]] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._released
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._released)
 
     async def wait_released(self, key: ChunkKey) -> None:
         """Wait until the lock of the key is released. It may be locked again at once."""

@@ -144,7 +144,7 @@ class DiskTier(BundledTier[DiskConfig, "RecordStore"]):
     async def clear(self) -> int:
         """Delete the records. Other files in the directory stay."""
         with self._call() as store:
-            return await store.delete(tuple(store.index))
+            return await store.clear()
 
     def statistics(self) -> TierStatistics:
         """Return the statistics; after the tier was closed, the last ones."""
@@ -434,6 +434,10 @@ class RecordStore:
         error = kind(f"cannot write {self._path(key)}: {failure}")
         error.__cause__ = failure
         return error
+
+    async def clear(self) -> int:
+        """Delete all records; see `delete`. A record that another call cannot delete at this moment is deleted too."""
+        return await self.delete(list(dict.fromkeys((*self.index, *self._locks))))
 
     async def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete records. Return the number of those that existed.

@@ -183,6 +183,30 @@ async def test_records_that_no_thread_can_delete_or_look_at_stay_stored(config, 
             assert await get(tier, allocate, number)
 
 
+async def test_a_clear_deletes_what_another_one_could_not_delete(config, arena, monkeypatch):
+    delete, results = RecordFiles.delete, []
+
+    def delete_or_fail(self, keys):
+        return results.pop() if results else delete(self, keys)
+
+    monkeypatch.setattr(RecordFiles, "delete", delete_or_fail)
+    gate = Gate(monkeypatch, RecordFiles, "delete")
+    async with DiskTier(config) as tier:
+        await put(tier, arena, 1, 2)
+        results.append((frozenset({key_of(1), key_of(2)}), OSError("not now")))
+        gate.shut()
+        failing = asyncio.create_task(tier.clear())
+        await gate.reached()
+        clearing = asyncio.create_task(tier.clear())
+        await turns()
+        gate.open()
+
+        with pytest.raises(TierUnavailableError, match="not now"):
+            await failing
+        assert await clearing == 2
+        assert tier.statistics().bytes == bytes_in(config.root) == 0
+
+
 async def test_a_put_waits_for_its_threads_if_a_further_one_cannot_be_started(config, arena, monkeypatch):
     """The running thread reads the records."""
     start, started = DiskThreads.start, []
