@@ -208,7 +208,9 @@ def damaged(
     settings = {
         "vllm.reset_cache": "memory",
         "chunk_size": BLOCK,
-        "store.allocate_timeout_s": 20.0,  # on a busy machine, the queue of the disk has room later
+        # On a busy machine, the copies of stores hold all blocks for a while, and the queue of the disk has room later.
+        "vllm.max_pinned_fraction": 1.0,
+        "store.allocate_timeout_s": 20.0,
     }
     transfer = connector(disk=directory / "kv", **settings)
     deadline = {"name": "deadline", "lookup_s": 60.0}
