@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 INSTALL_COMPILER = "install a C compiler (gcc) and reinstall lmcache-async with pip's option --no-cache-dir"
-"""What to do if a compiled module is missing or of another version."""
+"""Advice for a compiled module that is missing or was built from another version."""
 
 
 class Outcome(StrEnum):
