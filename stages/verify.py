@@ -100,18 +100,20 @@ class VerifyStage:
     def _check(self, batch: FetchedBatch, checksums: Sequence[bool], start: int, stop: int) -> Checked:
         """Return the index of the first invalid record, else `stop`, and its error."""
         namespace, row_bytes = batch.request.request_namespace, self._layout.bytes_per_row
+        header_bytes = self._format.header_bytes
         for index in range(start, stop):
-            view, chunk, payload = batch.buffers[index].view, batch.chunks[index], checksums[index]
+            buffer, chunk, payload = batch.buffers[index], batch.chunks[index], checksums[index]
             shape = (len(batch.rows[index]), row_bytes)
             if not is_sealed(
-                view,
+                buffer.read(header_bytes),
+                buffer.view[header_bytes:] if payload else None,
                 format=self._format,
                 chunk=chunk,
                 request_namespace=namespace,
                 shape=shape,
-                payload=payload,
+                payload_bytes=buffer.nbytes - header_bytes,
             ):
-                error = self._fault(view, chunk, namespace, shape, payload=payload)
+                error = self._fault(buffer.view, chunk, namespace, shape, payload=payload)
                 if error is not None:
                     return index, error
         return stop, None

@@ -211,6 +211,15 @@ class Buffer:
         found = self._slab.bytes if not (self.released or self.readonly) else self._bytes()
         return found[offset : self.nbytes]
 
+    def read(self, nbytes: int) -> bytes:
+        """Return a copy of the first `nbytes` bytes, or of all if there are fewer. Raises ValueError after the release.
+
+        Faster than through `view`, because no view is kept.
+        """
+        self._check_leased()
+        slab = self._slab
+        return slab.region.view[slab.offset : slab.offset + min(nbytes, self.nbytes)].tobytes()
+
     def write(self, data: bytes | bytearray) -> None:
         """Copy `data` to the start of the buffer. Faster than through `view`, because no view is made.
 

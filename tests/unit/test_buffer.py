@@ -178,6 +178,21 @@ def test_a_lent_lease_cannot_be_written_through(arena: Arena) -> None:
         lease.release()
 
 
+def test_a_read_copies_the_start_of_a_buffer_and_no_other_bytes(arena: Arena) -> None:
+    with leased(arena) as buffer, leased(arena) as other:
+        buffer.view[:], other.view[:] = b"x" * 100, b"y" * 100
+
+        head = other.read(4)
+        other.view[:] = b"z" * 100
+
+        assert head == b"yyyy"
+        assert buffer.read(101) == b"x" * 100
+        with other.lend(Owner()) as lease:
+            assert lease.read(3) == b"zzz"
+    with pytest.raises(ValueError, match="released"):
+        buffer.read(4)
+
+
 def test_bytes_are_written_to_the_start_of_a_buffer_only(arena: Arena) -> None:
     with leased(arena) as buffer, leased(arena) as other:
         for each in (buffer, other):

@@ -161,14 +161,14 @@ RECORDS = (
     Mutation(
         "the payload of a sealed record is not compared",
         RECORD,
-        "return not payload or payload_checksum(view[header_bytes:]) == checksum",
+        "return payload is None or payload_checksum(payload) == checksum",
         "return True",
         TEST_RECORD,
     ),
     Mutation(
         "the fields of a sealed record are not compared",
         RECORD,
-        "if found != template.header(chunk, checksum):",
+        "if header != template.header(chunk, checksum):",
         "if False:",
         TEST_RECORD,
     ),
