@@ -126,16 +126,23 @@ class PartQueue:
         self._end_if_idle()
 
     def work(self, planes: int | None = None) -> None:
-        """Copy parts until none is left that writes to the first `planes` planes. Errors are kept for `take_error`."""
+        """Copy parts until none is left that writes to the first `planes` planes. Errors are kept for `take_error`.
+
+        Raises:
+            BaseException: Not an Exception: this thread was interrupted, for example by SystemExit in a signal handler.
+        """
         while (part := self._take(planes)) is not None:
+            first = part.first
             try:
                 part.copy()
-            except BaseException as error:  # noqa: BLE001 - for `take_error`
+            except BaseException as error:
                 with self._lock:
                     self._discard(error)
-            first = part.first
-            del part  # drops the reference to the payload before `done` is resolved
-            self._ended(first)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                del part  # drops the reference to the payload before `done` is resolved
+                self._ended(first)
 
     def withdraw(self, error: BaseException | None = None) -> None:
         """Discard the parts that no thread has begun. If there are any, the copy fails with `error`."""
