@@ -112,11 +112,11 @@ class EventThread:
         return future
 
     def close(self) -> None:
-        """Wait for all watched events, then end the thread. Idempotent."""
+        """Wait for all watched events, then end the thread. Idempotent, also after an interrupted call."""
         if not self.closed:
             self.closed = True
             self._watched.put(None)
-            self._thread.join()
+        self._thread.join()
 
     def _run(self, prepare: Callable[[], Prepared]) -> None:
         with contextlib.ExitStack() as stack:

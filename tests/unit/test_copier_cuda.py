@@ -716,6 +716,28 @@ async def test_close_waits_for_every_event_and_then_refuses():
         lane.watch("a", FakeEvent(GATE))
 
 
+async def test_a_second_close_waits_for_the_events_if_the_first_one_was_interrupted(monkeypatch):
+    """Afterwards the caller frees memory that the device may still use."""
+    lane, gate = Lane("lane", ["a"]), threading.Event()
+    event = FakeEvent(gate)
+    lane.watch(await lane.acquire(), event)
+    wait, waits = threading.Thread.join, []
+
+    def join(thread):
+        waits.append(thread)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        gate.set()
+        wait(thread)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        lane.close()
+    lane.close()
+
+    assert event.noticed
+
+
 @pytest.mark.parametrize(
     "prepare", [contextlib.nullcontext, lambda: 1 // 0], ids=["prepared", "not prepared"]
 )
