@@ -278,6 +278,17 @@ def test_a_checkout_that_is_not_installed_has_all_plugins(tmp_path):
         assert found.available(group).keys() == expected.keys()
 
 
+def test_a_test_that_hangs_ends_long_before_the_tests_reach_their_time_limit(tmp_path):
+    """At the time limit pytest is ended and writes no results."""
+    tests = command.PARTS[0]
+    seconds = 60 * tests.minutes - command.SPARE_S
+
+    arguments = tests.command(Options("cuda", False, 0, tmp_path), tmp_path / "result", seconds)
+
+    [limit] = [word.removeprefix("--timeout=") for word in arguments if word.startswith("--timeout=")]
+    assert 2 * float(limit) <= seconds
+
+
 def test_every_file_with_a_gpu_test_is_run():
     assert command.gpu_tests() == [
         "tests/gpu/test_bench_gpu.py",
