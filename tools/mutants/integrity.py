@@ -47,6 +47,13 @@ LAYERWISE = (
         TEST_BESIDE_ANOTHER,
     ),
     Mutation(
+        "blocks that another connector loads for an aborted request are stored",
+        "lmcache_async/integration/vllm/request.py",
+        "self._request.num_tokens) if self._in_step else 0",
+        "self._request.num_tokens)",
+        TEST_BESIDE_ANOTHER,
+    ),
+    Mutation(
         "blocks that another connector failed to load stay in vLLM's prefix cache",
         "lmcache_async/integration/vllm/others.py",
         "self._evict(set(load.blocks))",

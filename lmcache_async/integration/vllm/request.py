@@ -302,6 +302,7 @@ class RequestTracker:
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
         self.load_failed = False
         self._admitted = False
+        self._in_step = False  # since the last admission
         self._ended = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
         self._boundaries = policy.boundaries(keys.num_prompt_tokens)  # not stored yet, ascending
@@ -321,9 +322,18 @@ class RequestTracker:
         """Known tokens: the prompt and what was generated."""
         return self._request.num_tokens
 
-    def known_after(self, scheduled_tokens: int) -> int:
-        """Return the number of known tokens whose KV is computed after `scheduled_tokens` further tokens."""
+    def step_planned(self, scheduled_tokens: int) -> int:
+        """Record a step with `scheduled_tokens` further tokens. Return the number of known tokens with KV after it."""
+        self._in_step = True
         return min(self._request.num_computed_tokens + scheduled_tokens, self._request.num_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Known tokens with KV after the planned steps; 0 before the first step after an admission.
+
+        VLLM counts the tokens of a load as computed from its start, also if another connector loads them.
+        """
+        return min(self._request.num_computed_tokens, self._request.num_tokens) if self._in_step else 0
 
     def block_table_held(self) -> Callable[[], bool]:
         """Return a function that returns whether the request has neither ended nor been preempted since this call.
@@ -476,6 +486,7 @@ class RequestTracker:
     def admitted(self, load_tokens: int) -> Admission:
         """Record that vLLM allocated blocks for the request, including those of `load_tokens` external tokens."""
         first, self._admitted = not self._admitted, True
+        self._in_step = False
         state = self._lookup
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0

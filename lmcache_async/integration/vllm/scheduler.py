@@ -644,7 +644,7 @@ class SchedulerConnector:
                     states = _offered_states(request_id, output.kv_connector_block_state)
                     tracker.states_offered(states)
                 # Tokens beyond the known ones are drafts or not sampled yet.
-                self._plan_stores(tracker, tracker.known_after(num_tokens), states)
+                self._plan_stores(tracker, tracker.step_planned(num_tokens), states)
         stores = self._stores.take(self._client.now())
         plans = tuple(self._plans)
         self._plans.clear()
@@ -703,7 +703,7 @@ class SchedulerConnector:
                 self._manager.evict_blocks(self._blocks_after(request.request_id, load.local_tokens))
         self._release(tracker.lookup_unused())
         tracker.skip_stored(self._client.epoch)
-        computed = tracker.known_after(0)
+        computed = tracker.computed_tokens
         if tracker.tokens_to_hash(computed):
             self._client.hash(tracker.keys, computed)
         computed = self._with_keys(tracker, computed)

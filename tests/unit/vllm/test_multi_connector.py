@@ -64,15 +64,43 @@ class FailingConnector(KVConnectorBase_V1):
         pass
 
 
+@dataclass
+class Ended(KVConnectorMetadata):
+    request_ids: set[str] = field(default_factory=set)
+
+
+class AsynchronousConnector(FailingConnector):
+    """Offers the start of the first prompt, and ends its load, without filling a block, when the request is aborted."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return LOADED - num_computed_tokens if self._offers else 0, self._offers
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._ended = Ended({request.request_id} if self._blocks.ids else set())
+        self._blocks = Blocks()
+        return False, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        ended, self._ended = getattr(self, "_ended", Ended()), Ended()
+        return ended
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Ended)
+        return None, metadata.request_ids
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
 @pytest.fixture
 def beside_another(simulators: Simulators) -> Callable[..., SimulatedVLLM]:
-    other = {
-        "kv_connector": FailingConnector.__name__,
-        "kv_connector_module_path": __name__,
-        "kv_role": "kv_both",
-    }
-
-    def make(**setup: Any) -> SimulatedVLLM:
+    def make(other_class: type = FailingConnector, **setup: Any) -> SimulatedVLLM:
+        other = {
+            "kv_connector": other_class.__name__,
+            "kv_connector_module_path": __name__,
+            "kv_role": "kv_both",
+        }
         return simulators({"tiers": ["cpu"]}, block_size=BLOCK, multi=True, others=(other,), **setup)
 
     return make
@@ -134,6 +162,25 @@ def test_with_overlapping_steps_blocks_are_not_shared_until_their_step_has_ended
 
     assert simulator.outputs["beside"] == simulator.outputs["loaded"] == expected(prompt, 4)
     assert simulator.cached_tokens["loaded"] == (0, 12 * BLOCK)
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_blocks_that_another_connector_still_loads_are_not_stored_if_the_request_is_aborted(
+    beside_another: Callable[..., SimulatedVLLM], simulators: Simulators, overlapped: bool
+):
+    """VLLM counts the tokens of a load as computed from its start."""
+    simulator = beside_another(AsynchronousConnector, overlapped=overlapped)
+    prompt = list(range(1, 12 * BLOCK + 5))
+
+    simulator.add("aborted", prompt, params=AT_ONCE)
+    simulator.step()
+    simulator.abort("aborted")
+    simulators.settle(simulator)
+    simulator.add("computed", prompt)
+    simulator.run()  # raises if wrong KV is loaded
+
+    assert simulator.cached_tokens["computed"] == (0, 0)
+    assert simulator.outputs["computed"] == expected(prompt, 4)
 
 
 def test_the_handshake_of_another_connector_is_not_hidden(simulators: Simulators):

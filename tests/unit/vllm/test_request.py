@@ -222,25 +222,32 @@ class TrackerMachine(RuleBasedStateMachine):
         self.offered: int | None = 0
         self.local = 0
         self.loading = 0
+        self.filled = 0  # leading tokens whose blocks have their KV
+        self.others_tokens = 0  # that another connector loads
         self.names = 0
         self.done = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether vLLM waits for a load."""
+        return bool(self.loading or self.others_tokens)
 
     def _release(self, release: Release | None) -> None:
         if release is not None:
             self.released.append(release.lookup.lookup_id)
             del self.open[release.lookup.lookup_id]
 
-    def _stored(self, spans: Sequence[StoreSpan], computed: int) -> None:
+    def _stored(self, spans: Sequence[StoreSpan]) -> None:
         for span in spans:
             tokens = range(span.first * CHUNK, span.first * CHUNK + span.num_tokens)
-            assert tokens.stop <= computed
+            assert tokens.stop <= self.filled
             self.stored.append(tokens)
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 0.2, 3.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: not self.done and not self.loading)
+    @precondition(lambda self: not self.done and not self.waits)
     @rule(local=st.integers(0, 22), ready=st.booleans())
     def vllm_asks(self, local: int, ready: bool) -> None:
         self.local = local * BLOCK
@@ -282,7 +289,7 @@ class TrackerMachine(RuleBasedStateMachine):
             self.hit = given.hit_tokens(CHUNK)
             self.offered = 0
 
-    @precondition(lambda self: not self.done and not self.loading and self.offered is not None)
+    @precondition(lambda self: not self.done and not self.waits and self.offered is not None)
     @rule()
     def allocated(self) -> None:
         load = self.offered or 0
@@ -297,8 +304,28 @@ class TrackerMachine(RuleBasedStateMachine):
         else:
             self._release(self.tracker.lookup_unused())
             self.view.num_computed_tokens = max(self.view.num_computed_tokens, self.local)
+        self.filled = max(self.filled, self.local)
 
-    @precondition(lambda self: not self.done and not self.loading)
+    @precondition(lambda self: not self.done and not self.waits and not self.view.num_computed_tokens)
+    @rule(local=st.integers(0, 4), tokens=st.integers(1, 14))
+    def another_connector_loads(self, local: int, tokens: int) -> None:
+        self.vllm_asks(local, ready=True)
+        if self.offered is not None:
+            self.tracker.admitted(0)
+            self._release(self.tracker.lookup_unused())
+            self.filled, self.others_tokens = self.local, tokens * BLOCK
+            self.view.num_computed_tokens = self.local + self.others_tokens
+
+    @precondition(lambda self: self.others_tokens)
+    @rule(fails=st.booleans())
+    def another_load_ended(self, fails: bool) -> None:
+        self.filled = self.local + (0 if fails else self.others_tokens)
+        self.others_tokens = 0
+        if not self.done:
+            self.view.num_computed_tokens = self.filled
+            self.tracker.admitted(0)
+
+    @precondition(lambda self: not self.done and not self.waits)
     @rule(local=st.integers(0, 4), chunks=st.integers(1, 5), tokens=st.integers(0, 20), data=st.data())
     def hit_is_loaded(self, local: int, chunks: int, tokens: int, data: st.DataObject) -> None:
         """A preemption, a lookup, its load and a step: the usual order, which events chosen one by one rarely have."""
@@ -328,33 +355,32 @@ class TrackerMachine(RuleBasedStateMachine):
             computed = first
         self._release(self.tracker.load_ended())
         self.loading = 0
+        self.filled = computed
         if not self.done:
             self.view.num_computed_tokens = computed
+            self.tracker.admitted(0)
 
     @precondition(lambda self: not self.done)
     @rule(tokens=st.integers(0, 20), room=st.integers(0, 30))
     def step(self, tokens: int, room: int) -> None:
-        if self.loading:
-            tokens = 0
-        computed = self.tracker.known_after(tokens)
+        if self.waits:
+            return  # vLLM does not schedule the request
+        computed = self.filled = self.tracker.step_planned(tokens)
         self.tracker.skip_stored(self.epoch)
-        spans = self.tracker.plan_stores(computed, {}, room)
-        assert not (spans and self.loading)
-        self._stored(spans, computed)
-        if not self.loading:
-            self.view.num_computed_tokens = computed
+        self._stored(self.tracker.plan_stores(computed, {}, room))
+        self.view.num_computed_tokens = computed
 
-    @precondition(lambda self: not self.done and not self.loading)
+    @precondition(lambda self: not self.done and not self.waits)
     @rule()
     def preempted(self) -> None:
         self.view.num_preemptions += 1
-        self.view.num_computed_tokens = 0
+        self.view.num_computed_tokens = self.filled = 0
 
     @precondition(lambda self: not self.done)
     @rule()
     def reset(self) -> None:
         self.epoch += 1
-        may_store_again = not (self.loading or self.view.num_computed_tokens)
+        may_store_again = not (self.waits or self.view.num_computed_tokens)
         self.tracker.cache_reset()
         self.stored = []
         self.offered = 0 if self.loading else None
@@ -375,11 +401,10 @@ class TrackerMachine(RuleBasedStateMachine):
     def _finish(self, room: int) -> None:
         self.done = True
         self._release(self.tracker.lookup_unused())
-        computed = self.tracker.known_after(0)
-        spans, dropped = self.tracker.finished(computed, room)
+        spans, dropped = self.tracker.finished(self.tracker.computed_tokens, room)
         assert dropped >= 0
-        assert not (spans and self.loading)
-        self._stored(spans, computed)
+        assert not (spans and self.waits)
+        self._stored(spans)
 
     @invariant()
     def nothing_is_stored_twice(self) -> None:
