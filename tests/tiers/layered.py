@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import random
 import selectors
 from collections import defaultdict, deque
 
@@ -64,6 +65,13 @@ def in_virtual_time(test):
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class Highest(random.Random):
+    """A random source that returns the upper bound."""
+
+    def uniform(self, a, b):
+        return b
 
 
 class ScriptedTier(DictTier):

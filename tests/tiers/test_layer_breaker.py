@@ -338,6 +338,20 @@ async def test_a_call_that_a_deadline_outside_ends_a_little_early_is_a_failure()
     assert layer.statistics().write.state is OPEN
 
 
+@in_virtual_time
+async def test_lookups_that_exceed_the_limit_of_a_deadline_layer_outside_are_failures():
+    inner = ScriptedTier()
+    breaker = BreakerLayer(BreakerConfig(min_calls=2), context())
+    tier = LayeredTier(inner, DeadlineLayer(DeadlineConfig(lookup_s=1), context()), breaker)
+    for _ in range(2):
+        inner.script.append(HANG)
+        with pytest.raises(TierUnavailableError, match="did not answer in 1"):
+            await tier.contains(KEYS[0])
+        await tier.drain(timeout_s=1)
+
+    assert breaker.statistics().lookup.state is OPEN
+
+
 @pytest.mark.parametrize("outside", [False, True])
 @in_virtual_time
 async def test_a_call_that_had_little_time_left_after_a_wait_for_room_is_no_failure(arena, outside):

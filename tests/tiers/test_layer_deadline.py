@@ -9,8 +9,10 @@ import pytest
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.testing.records import allocator
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
+from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer
 from tests.tiers.layered import (
     HANG,
+    Highest,
     LayeredTier,
     ScriptedTier,
     call,
@@ -78,6 +80,19 @@ async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
     with pytest.raises(TierUnavailableError, match=r"get_many did not answer in 30.0 s"):
         await tier.get_many([key(1)], allocator(arena))
     assert now() - start == pytest.approx(59)
+
+
+@in_virtual_time
+async def test_retries_inside_end_in_time_so_that_what_was_read_is_returned(arena):
+    inner = fill(ScriptedTier(), 2)
+    inner.chunk_errors[key(1)].append(TierUnavailableError("away"))
+    inner.script.extend([1, HANG])
+    retry = RetryLayer(RetryConfig(base_s=1.5, max_s=1.5), context(), rng=Highest())
+    tier = LayeredTier(inner, DeadlineLayer(DeadlineConfig(**BOUNDS), context()), retry)
+
+    first, second = await tier.get_many([key(0), key(1)], allocator(arena))
+    assert taken(first) == content(0)
+    assert isinstance(second, TierUnavailableError)
 
 
 @in_virtual_time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from hypothesis import given
@@ -23,6 +22,7 @@ from lmcache_async.tiers.middleware.retry import RetryConfig, RetryLayer, RetryS
 from lmcache_async.tiers.results import memory_was_short
 from tests.tiers.layered import (
     HANG,
+    Highest,
     LayeredTier,
     ScriptedTier,
     VirtualLoop,
@@ -39,13 +39,6 @@ from tests.tiers.layered import (
 )
 
 KEYS = [key(number) for number in range(4)]
-
-
-class Highest(random.Random):
-    """A random source that returns the upper bound."""
-
-    def uniform(self, a, b):
-        return b
 
 
 def away():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from lmcache_async.config.values import OptionalSeconds, Seconds
 from lmcache_async.errors import TierUnavailableError
@@ -66,11 +67,12 @@ class DeadlineLayer(Layer):
         return not running
 
     async def around(self, call: Call, next: Next) -> Results:
-        limit_s = call.deadline - asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         stated_s = min(self.context.timeout_s, round(call.deadline - call.start, 3))
         own_s = None if call.local else self._limits_s.get(call.kind)
-        if own_s is not None and own_s <= limit_s:
-            limit_s = stated_s = own_s
+        if own_s is not None and now + own_s <= call.deadline:
+            call, stated_s = replace(call, deadline=now + own_s), own_s  # the layers inside obey it too
+        limit_s = call.deadline - now
         if limit_s <= 0:
             raise self._late_error(call, stated_s)
         task = asyncio.ensure_future(next(call))
