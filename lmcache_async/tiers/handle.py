@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import operator
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast
 
@@ -447,14 +447,14 @@ class TierHandle:
             case Verb.COUNT_PREFIX:
                 return tier.count_prefix(keys)
             case Verb.REMOVE:
-                return tier.remove(keys[0])
+                return self._remove(keys, lambda: tier.remove(keys[0]))
             case Verb.REJECT:
-                return tier.reject(keys[0], call.cause)
+                return self._remove(keys, lambda: tier.reject(keys[0], call.cause))
             case Verb.CLEAR:
                 return self._clear()
 
     def _check(self, call: Call, leases: CallLeases, result: object) -> Results:
-        """Check the result of the tier, convert it to a list and publish removals."""
+        """Check the result of the tier and convert it to a list."""
         match call.verb:
             case Verb.PUT_MANY | Verb.GET_MANY | Verb.CONTAINS_MANY:
                 return self._check_chunks(call, result, leases.may_return)
@@ -464,9 +464,7 @@ class TierHandle:
             case Verb.CLEAR:
                 return [check_count(call.verb, result)]
             case Verb.REMOVE | Verb.REJECT:
-                removed = check_flag(call.verb, result)
-                self._publish_removed(call.keys)
-                return [removed]
+                return [check_flag(call.verb, result)]
 
     def _check_chunks(
         self, call: Call, results: object, may_return: Callable[[Buffer], bool] | None = None
@@ -524,20 +522,23 @@ class TierHandle:
             unused = None  # or the traceback would keep a view of a buffer alive
 
     async def _clear(self) -> object:
-        """Clear the tier and publish the removal of the chunks that it listed before.
-
-        If clearing fails, chunks that a tier with a `local_index` still has are not published.
-        """
+        """Clear the tier and publish the removal of the chunks that it listed before."""
         keys = [key async for key in self.keys()] if self._watcher is not None else []
+        return await self._remove(keys, self._tier.clear)
+
+    async def _remove(self, keys: Sequence[ChunkKey], remove: Callable[[], Awaitable[object]]) -> object:
+        """Remove chunks and publish the removal.
+
+        If the call fails or is cancelled, chunks that a tier with a `local_index` still has are not published.
+        """
         try:
-            removed: object = await self._tier.clear()
+            return await remove()
         except BaseException:
             if self.capabilities.local_index:
                 keys = [key for key in keys if not await self._tier.contains(key)]
             raise
         finally:
             self._publish_removed(keys)
-        return removed
 
     async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:
         """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile."""

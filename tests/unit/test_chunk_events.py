@@ -136,6 +136,39 @@ async def test_a_clear_that_fails_removes_what_it_has_cleared(local_index):
         assert watcher.has["dict"] == (await held(engine, "dict") if local_index else set())
 
 
+@pytest.mark.parametrize("verb", ["remove", "reject"])
+async def test_a_removal_that_is_cancelled_after_it_has_removed_a_chunk_is_notified(verb):
+    begun = asyncio.Event()
+
+    class Tier(DictTier):
+        capabilities = Capabilities(removes=True, lists=True, local_index=True)
+
+        async def remove(self, key):
+            if key == key_of(1):
+                await super().remove(key)
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+
+    watcher, arena = Watching(), small_arena(8)
+    async with handle_of(Tier(), watcher=watcher) as handle:
+        for number in (1, 2):
+            with record(arena, number) as buffer:
+                await handle.put([(key_of(number), buffer)])
+        for number in (1, 2):
+            begun.clear()
+            call = (
+                handle.remove(key_of(number)) if verb == "remove" else handle.reject(key_of(number), "magic")
+            )
+            removing = asyncio.ensure_future(call)
+            await begun.wait()
+            removing.cancel()
+            await asyncio.wait([removing])
+        await handle.drain(timeout_s=5)
+
+        assert watcher.has["t"] == {key_of(2)}
+    arena.close()
+
+
 async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
     watcher, arena = Watching(), small_arena(8)
     tier = DiskTier(DiskConfig(path=tmp_path, max_bytes=4 * RECORD_BYTES, io_threads=1))
