@@ -28,6 +28,11 @@ def main() -> None:
             f"pip install 'lmcache-async[{EXTRA}]'\n"
         )
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # during the imports
+        raise SystemExit(130) from None
+    except OSError as error:  # of --help and --version
+        sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
+        raise SystemExit(2) from None
 
 
 def _open_standard_streams() -> None:

@@ -46,6 +46,35 @@ def test_another_missing_package_is_not_blamed_on_the_extra(without):
         command.main()
 
 
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(monkeypatch):
+    def interrupted(name, *arguments, **options):
+        if name == "lmcache_async.cli.app":
+            raise KeyboardInterrupt
+        return import_(name, *arguments, **options)
+
+    import_ = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_output_to_a_full_disk_ends_with_one_line(monkeypatch, capsys, option):
+    class Full(io.StringIO):
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "argv", ["lmcache-async", option])
+    monkeypatch.setattr(sys, "stdout", Full())
+
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "the output cannot be written: No space left on device\n"
+
+
 def test_output_that_the_locale_cannot_encode_is_replaced(monkeypatch, tmp_path):
     config = tmp_path / "ж.yaml"
     config.write_text("chunk_size: 0")
