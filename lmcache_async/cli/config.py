@@ -207,10 +207,14 @@ def _tier_values(tier: TierSpec, path: KeyPath, loaded: Loaded[Any], registry: R
         usual = USUAL_ARENA_LAYERS if made.capabilities.in_arena else USUAL_LAYERS
         options = made.config
     yield from _option_values(tier, options, path, tier.origin.place)
+    if layers == ():
+        yield format_value((*path, "layers"), layers, loaded.origin.own_place((*path, "layers")))
     for index, layer in enumerate(usual if layers is None else layers):
         at = (*path, "layers", index)
         source = None if layers is None else loaded.origin.own_place(at)
         yield format_value((*at, "name"), layer.name, source)
+        if layer.id != layer.name:
+            yield format_value((*at, "id"), layer.id, source)
         options = None
         with contextlib.suppress(Exception):
             layer_class = registry.load_class(LAYERS, layer.name, Layer, third_party=third_party)

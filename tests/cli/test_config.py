@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lmcache_async.cli.config import check_file, flatten, format_value
-from lmcache_async.config import EngineConfig
+from lmcache_async.cli.config import check_file, config_values, flatten, format_value
+from lmcache_async.config import EngineConfig, survey_config
 from lmcache_async.daemon.config import load_daemon_config
 from lmcache_async.registry import Registry
 from tests.fuzz.test_config import names, values
@@ -118,6 +119,80 @@ def test_no_message_shows_a_secret_inside_an_invalid_value(invoke, tmp_path):
         assert "{'password': '***'}" in result.output
         assert "hunter1" not in result.output
         assert "11223344" not in result.output
+
+
+LAYERS = st.lists(
+    st.sampled_from(
+        ["retry", {"name": "limit", "id": "few", "max_calls": 3}, {"name": "retry", "id": "more"}]
+    ),
+    unique_by=str,
+    max_size=3,
+)
+TIERS = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["cpu", "disk"])},
+        optional={
+            "layers": st.none() | LAYERS,
+            "timeout_s": st.floats(1e-6, 1e9),
+            "id": st.sampled_from(["a", "b", "disk"]),
+        },
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda tier: tier.get("id", tier["name"]),
+)
+CONTENT = st.fixed_dictionaries(
+    {},
+    optional={
+        "tiers": TIERS,
+        "arena.max_bytes": st.integers(1 << 30, 1 << 40),
+        "store.max_pending_write_bytes": st.sampled_from([None, "none", "0.5GiB"]),
+        "retrieve.stages": st.sampled_from(["plan, fetch", ["hash", "plan"]]),
+        "http.listen": st.sampled_from([None, "[::1]:7420", "localhost:0"]),
+        "hash_key_file": st.sampled_from(["/a b", "12", "/[x]: y", None]),
+        "hash_algorithm": st.just("blake3"),
+        "shutdown_timeout_s": st.floats(1e-6, 1e9),
+        "vllm.kv_head_shards": st.sampled_from([None, 4]),
+    },
+).map(lambda content: content | ({"hash_algorithm": "sha256"} if "hash_key_file" in content else {}))
+
+
+@settings(max_examples=60)
+@given(content=CONTENT)
+def test_the_shown_values_are_those_of_the_same_config(content):
+    for tier in content.get("tiers", ()):
+        if tier["name"] == "disk":
+            tier |= {"path": "/kv", "max_bytes": "1GiB"}
+
+    shown = values_of(survey_config(None, {}, content))
+    again = values_of(survey_config(None, {}, nested(shown)))
+
+    assert again == shown
+
+
+def values_of(loaded) -> dict[str, str]:
+    assert not loaded.problems
+    return {one["key"]: one["value"] for one in config_values(loaded, Registry())}
+
+
+def nested(shown: dict[str, str]) -> dict[str, object]:
+    """Return the content of a file with the shown values."""
+    content: dict[object, object] = {}
+    for key, value in shown.items():
+        inner = content
+        *above, last = [int(part) if part.isdigit() else part for part in re.findall(r"\w+", key)]
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return {key: listed(value) for key, value in content.items()}
+
+
+def listed(value):
+    """Return a value in which mappings of indices are lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: listed(item) for key, item in value.items()}
+    return [*inner.values()] if all(isinstance(key, int) for key in inner) else inner
 
 
 def test_defaults_can_be_omitted(invoke, file):
