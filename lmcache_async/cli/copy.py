@@ -45,14 +45,15 @@ def copy_command(
     same command copies the rest. Exits with 1 if a record was refused, for example because it is damaged or DST is full.
     """
     stores = Stores(config, rank, in_flight, max_record_bytes)
+    from_, (path, tier) = _place(source, config), _place(destination, config)
+    is_missing = bool(path) and not Path(destination).exists()
 
     async def work(show: Progress) -> CopyReport:
         selection = Selection(tuple(namespace or ()))
-        from_, (path, tier) = _place(source, config), _place(destination, config)
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(stores.open(*from_, argument="SRC"))
-            into: OfflineStore | str = str(path)
-            if not dry_run or path is None or path.exists():
+            into: OfflineStore | str = destination
+            if not (dry_run and is_missing):
                 into = await stack.enter_async_context(
                     stores.open(path, tier, change=not dry_run, create=True, argument="DST")
                 )
@@ -69,10 +70,10 @@ def copy_command(
     shared.run(work, _lines, as_json=as_json, passed=lambda done: not done.refused)
 
 
-def _place(text: str, config: Path | None) -> tuple[Path | None, str | None]:
+def _place(text: str, config: Path | None) -> tuple[str | None, str | None]:
     """Return (directory, None) or (None, tier). A tier is JSON or, with `--config`, a name without a slash."""
     is_tier = text.lstrip().startswith("{") or (config is not None and "/" not in text)
-    return (None, text) if is_tier else (Path(text), None)
+    return (None, text) if is_tier else (text, None)
 
 
 def _lines(done: CopyReport) -> Iterator[str]:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,9 +25,7 @@ from lmcache_async.types import KEY_BYTES, ChunkKey
 
 
 def inspect_command(
-    target: Annotated[
-        str | None, Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
-    ] = None,
+    target: shared.Directory = None,
     key: Annotated[str | None, Argument(metavar="KEY", help="Key of one record, in hex.")] = None,
     config: shared.Config = None,
     tier: shared.Tier = None,
@@ -45,11 +42,10 @@ def inspect_command(
     if tier is not None and key is None:
         target, key = None, target
     stores = Stores(config, rank, in_flight, max_record_bytes)
-    path = None if target is None else Path(target)
 
     async def all_records(show: Progress) -> Inspection:
         selection = Selection(tuple(namespace or ()))
-        async with stores.open(path, tier) as store:
+        async with stores.open(target, tier) as store:
             return await inspect(store, show, selection=selection)
 
     if key is None:
@@ -59,7 +55,7 @@ def inspect_command(
     parsed = _key_of(key)
 
     async def one_record(_: Progress) -> dict[str, Any]:
-        async with stores.open(path, tier) as store:
+        async with stores.open(target, tier) as store:
             return await describe_record(store, parsed)
 
     shared.run(

@@ -58,7 +58,7 @@ def size_option(help: str, **options: Any) -> Any:
 
 
 Directory = Annotated[
-    Path | None, Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
+    str | None, Argument(metavar="TARGET", help="A directory of the disk tier; omit it with --tier.")
 ]
 Config = Annotated[Path | None, Option(help="Config file of the engine.", dir_okay=False, exists=True)]
 Tier = Annotated[str | None, Option(help="The id of a tier in --config, or a tier as JSON.")]

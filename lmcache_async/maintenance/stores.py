@@ -68,7 +68,7 @@ class Stores:
 
     def open(
         self,
-        path: Path | None,
+        path: Path | str | None,
         tier: str | None = None,
         *,
         change: bool = False,
@@ -115,11 +115,14 @@ class Stores:
         )
         return TierStore(handle, options, list_timeout_s=list_timeout_s)
 
-    def _open_directory(self, path: Path, options: OfflineOptions) -> OfflineStore:
+    def _open_directory(self, name: Path | str, options: OfflineOptions) -> OfflineStore:
         """Return the store of the first tier that keeps records in directories, bundled tiers first."""
-        if re.match("[a-z0-9+.-]{2,}:/", str(path), re.IGNORECASE) and not path.exists():
+        path = Path(name)
+        if not str(name):  # as a path it would be the working directory
+            raise ConfigError("the name of the directory is empty; write the working directory as .")
+        if re.match("[a-z0-9+.-]{2,}:/", str(name), re.IGNORECASE) and not path.exists():
             raise ConfigError(
-                f"{path} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
+                f"{name} is a URL and not a directory: write a directory as a plain path, and a tier as JSON, such as"
                 ' {"name": "valkey", "url": "valkey://host:6379"}'
             )
         registry = Registry()

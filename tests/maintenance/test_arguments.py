@@ -69,7 +69,11 @@ ADDRESSES = (
             "copy cache valkey",
             "valkey is the name of a tier, and there is no such directory: name a tier by its id in",
         ),
-        ("copy ./cache s3://b/kv --config kv.yaml", "s3:/b/kv is a URL and not a directory"),
+        *(
+            (command, "the name of the directory is empty")
+            for command in ("inspect ''", "verify ''", "gc ''", "copy '' there", "copy cache ''")
+        ),
+        ("copy ./cache s3://b/kv --config kv.yaml", "s3://b/kv is a URL and not a directory"),
         ("copy file:///cache there", "is a URL and not a directory"),
         ("copy cache kv.yaml", "Not a directory; name the directory of a disk tier that user"),
         ("copy cache there --max-record-bytes 1000TiB", "lower --max-record-bytes or --in-flight"),
