@@ -288,13 +288,13 @@ class _RunnerMaker:
         retrieve = make(
             chain=chain,
             failed=lambda _, cause: RetrieveReport(cause=cause),
-            ends=lambda report: bool(report.cause),
+            ends=lambda batch, report: bool(report.cause) or report.hit_chunks < len(batch.chunks),
             admit=partial(self._admit_retrieve, resources["copier"]),
         )
         prefetch = make(
             chain=Chain(chain.stages[:-1]),
             failed=lambda batch, _: batch.part(0, 0),
-            ends=lambda batch: not batch.chunks or bool(getattr(batch, "cause", "")),
+            ends=lambda batch, read: bool(getattr(read, "cause", "")) or len(read.chunks) < len(batch.chunks),
         )
         return retrieve, prefetch
 

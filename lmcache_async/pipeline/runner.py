@@ -43,7 +43,7 @@ class Runner(Generic[Out]):
         chunk_bytes: Bytes of one chunk, for the budget.
         budget: Bytes in flight, which may be shared with other runners.
         failed: Creates the result of a batch that failed with a cache error or missed the deadline.
-        ends: Returns whether a result ends the run; later batches are abandoned.
+        ends: Returns whether the result of a batch ends the run; later batches are abandoned.
         admit: Awaited before each batch starts, with the batch, the number of chunks of the whole run and the
             remaining seconds. If it raises BudgetExceededError, the rest of the run is abandoned.
     """
@@ -53,7 +53,7 @@ class Runner(Generic[Out]):
     chunk_bytes: int
     budget: ByteBudget
     failed: Callable[[Batch, str], Out]
-    ends: Callable[[Out], bool] = lambda _: False
+    ends: Callable[[Batch, Out], bool] = lambda *_: False
     admit: Callable[[Batch, int, float], Awaitable[None]] | None = None
 
     async def run(
@@ -189,7 +189,7 @@ class Runner(Generic[Out]):
         results: list[Out] = []
         for batch, result in zip(run.batches, run.results, strict=True):
             results.append(self.failed(batch, "deadline") if result is None else result)
-            if self.ends(results[-1]):
+            if self.ends(batch, results[-1]):
                 break
         return results
 
@@ -199,7 +199,7 @@ class Runner(Generic[Out]):
         self.budget.release(nbytes)
         run.end_reading(index)
         result = run.results[index]
-        if result is None or self.ends(result):
+        if result is None or self.ends(run.batches[index], result):
             run.end_after(index)
         run.set_done(index)
 

@@ -110,7 +110,7 @@ class Fails:
         raise TierUnavailableError("away")
 
 
-def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda result: False, admit=None):
+def runner_of(*stages, batch_chunks=2, max_bytes=1 << 20, ends=lambda batch, result: False, admit=None):
     chain = Chain.named([("cut", Cut()), *((type(stage).__name__, stage) for stage in stages)])
     budget = ByteBudget(max_bytes)
     runner = Runner(
@@ -169,7 +169,7 @@ async def test_an_ordered_stage_sees_batches_one_after_another():
 
 async def test_a_result_that_ends_the_run_keeps_later_batches_from_the_ordered_stage():
     watch, last = Watch(fail_at=2), OrderedStarts()
-    runner, budget = runner_of(watch, last, ends=lambda result: "tier_unavailable" in result)
+    runner, budget = runner_of(watch, last, ends=lambda batch, result: "tier_unavailable" in result)
 
     results = await runner.run(request_of(20), timeout_s=60)
 
@@ -432,7 +432,7 @@ async def test_a_run_whose_result_is_known_does_not_wait_for_the_memory_of_its_n
             queued.set()
 
     runner, budget = runner_of(
-        watch, Starts(), max_bytes=30, ends=lambda result: "tier_unavailable" in result, admit=admit
+        watch, Starts(), max_bytes=30, ends=lambda batch, result: "tier_unavailable" in result, admit=admit
     )
     running = asyncio.ensure_future(runner.run(request_of(6), timeout_s=60))
     await queued.wait()
@@ -454,7 +454,7 @@ async def test_two_batches_end_the_run_while_the_next_one_waits_for_its_admissio
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     runner, budget = runner_of(
-        Watch(gates=gates), Starts(), batch_chunks=1, ends=lambda result: True, admit=admit
+        Watch(gates=gates), Starts(), batch_chunks=1, ends=lambda batch, result: True, admit=admit
     )
     running = asyncio.ensure_future(runner.run(request_of(3), timeout_s=60))
     await turns(5)

@@ -17,7 +17,7 @@ from lmcache_async.pipeline.batch import (
     Scope,
     SealedBatch,
 )
-from lmcache_async.testing.fakes import FakeRegistry
+from lmcache_async.testing.fakes import DictTier, FakeRegistry
 from lmcache_async.testing.rig import Rig
 from tests.support.engines import leased
 
@@ -166,3 +166,37 @@ async def test_a_stage_that_releases_a_buffer_of_its_batch_strands_no_batch():
             with pytest.raises(ExceptionGroup):
                 await engine.store(TOKENS, SLOTS)
         assert leased(engine) == 0
+
+
+@pytest.mark.parametrize(("stage", "behind"), [("planned", "plan"), ("fetched", "fetch")])
+async def test_a_stage_that_drops_chunks_without_a_cause_ends_the_hit_there(stage, behind):
+    rig, switch = Rig(), Switch()
+
+    async def shortens(batch: PlannedBatch):
+        parts = {"chunks": batch.chunks[:1], "rows": batch.rows[:1], "tiers": batch.tiers[:1]}
+        if isinstance(batch, FetchedBatch):
+            parts["buffers"] = batch.buffers[:1]
+        return replace(batch, **parts)
+
+    class Persistent(DictTier):
+        def __init__(self, config):
+            super().__init__(config, records=records)
+
+    records = {}
+    names = list(RETRIEVE)
+    names.insert(names.index(behind) + 1, stage)
+    settings = {"retrieve.stages": names, "retrieve.batch_bytes": 2 * rig.slab_bytes}
+    registry = FakeRegistry(tiers={"slow": Persistent}, stages=stages_of(switch, shortens))
+    async with rig.open(registry=registry, tiers=["cpu", "slow"], **settings) as engine:
+        rig.write(SLOTS, rig.content(TOKENS))
+        await engine.store(TOKENS, SLOTS)
+        for load in (lambda: engine.prefetch(TOKENS), lambda: count_loaded(engine)):
+            switch.on = False
+            await engine.clear(memory_only=True)
+            switch.on = True
+
+            assert await load() == rig.chunk_size
+
+
+async def count_loaded(engine):
+    return (await engine.retrieve(TOKENS, SLOTS)).sum()

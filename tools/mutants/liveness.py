@@ -180,8 +180,8 @@ WAITS = (
     Mutation(
         "a retrieve continues after a missing chunk",
         "lmcache_async/engine/builder.py",
-        "ends=lambda report: bool(report.cause),",
-        "ends=lambda report: False,",
+        "ends=lambda batch, report: bool(report.cause) or report.hit_chunks < len(batch.chunks),",
+        "ends=lambda batch, report: False,",
         ("tests/unit/test_engine_integrity.py",),
     ),
     Mutation(
