@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.tiers.base import Capabilities, Tier
@@ -541,6 +543,61 @@ class LeavesTask(DictTier):
     async def __aenter__(self):
         self.task = asyncio.ensure_future(asyncio.Event().wait())
         return self
+
+
+class LeavesFile(DictTier):
+    """Opens a file whenever it is opened, and does not close it."""
+
+    files: ClassVar[list[int]] = []
+
+    async def __aenter__(self):
+        self.files.append(os.open(os.devnull, os.O_RDONLY))
+        return self
+
+
+class LeavesThread(DictTier):
+    """Starts a thread whenever it is opened, and does not end it."""
+
+    async def __aenter__(self):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return self
+
+
+class MissesInOutage(DictTier):
+    """Reports a miss while its backend is stopped."""
+
+    stopped = False
+
+    async def get(self, key, allocate):
+        return await self.in_outage(super().get(key, allocate), None)
+
+    async def put(self, key, buffer):
+        await self.in_outage(super().put(key, buffer), TierUnavailableError("the backend is stopped"))
+
+    async def in_outage(self, call, result):
+        if not self.stopped:
+            return await call
+        call.close()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+class StoresNothingInOutage(MissesInOutage):
+    """Ignores puts while its backend is stopped."""
+
+    async def in_outage(self, call, result):
+        return await super().in_outage(call, result and None)
+
+    async def get(self, key, allocate):
+        return await super().in_outage(DictTier.get(self, key, allocate), TierUnavailableError("stopped"))
+
+
+class OddErrorInOutage(MissesInOutage):
+    """Raises an OSError while its backend is stopped."""
+
+    async def in_outage(self, call, result):
+        return await super().in_outage(call, OSError("the backend is stopped"))
 
 
 class ListsLiveRecords(DictTier):

@@ -42,6 +42,10 @@ class BrokenConformance(TierConformance):
         """Set a limit for faults that concern limits; many other broken tiers do not support one."""
         return self.kind(DictConfig(max_bytes=max_bytes)) if self.kind in ABOUT_LIMITS else None
 
+    async def stop_backend(self, tier):
+        tier.stopped = hasattr(tier, "stopped")
+        return tier.stopped
+
     async def damage(self, tier, key, edit):
         if self.kind not in ABOUT_DAMAGE:
             return False

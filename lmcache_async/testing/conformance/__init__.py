@@ -44,7 +44,7 @@ class TierConformance(
     The fixture returns a new tier, neither bound nor opened; the tests bind and open it. A test of a
     capability that the tier does not declare checks that the tier does not have it. If the defaults do not
     fit, override `reopen` (persistent tiers), `limit` (tiers with a capacity), `damage` (tests of damaged
-    content) and `many_keys`.
+    content), `stop_backend` (test of a failing backend) and `many_keys`.
 
     It needs pytest and pytest-asyncio, in strict or in auto mode, and no fixtures of this project.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -106,6 +108,11 @@ class TierRig:
                 with got:
                     check_record(got, number, self.length(number))
         return all_stored
+
+    async def check_stored(self, *numbers: int) -> None:
+        """Assert that all of the chunks are stored and that their records are right."""
+        missing = [number for number in numbers if not await self.holds(number)]
+        assert not missing, f"get reports a miss for the stored chunks {missing}"
 
     async def stored(self, numbers: Iterable[int]) -> list[int]:
         """Return those of the chunks that `contains` finds."""
@@ -208,6 +215,17 @@ class Cases:
         del tier, key, edit
         return False
 
+    async def stop_backend(self, tier: Tier) -> bool:
+        """Make the backend of the open tier fail for the rest of the test, without calling the tier.
+
+        The default returns False.
+
+        Returns:
+            Whether the backend was stopped. If not, the test of a failing backend does not apply.
+        """
+        del tier
+        return False
+
     @pytest.fixture
     def arena(self) -> Iterator[Arena]:
         """Memory for records. Fails the test if a lease is left at the end."""
@@ -251,6 +269,23 @@ class _Caller:
 
     def retained(self, lease: Buffer) -> None:
         """Do nothing: the tier releases the lease."""
+
+
+def open_resources() -> set[object]:
+    """Return the open files and connections of this process, and its Python threads."""
+    resources: set[object] = {*threading.enumerate()}
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the one of the directory itself
+            resources.add((descriptor.name, str(descriptor.readlink())))
+    return resources
+
+
+async def check_resources(before: set[object]) -> None:
+    """Wait until all files, connections and threads are closed that were not open before. Fail after DEADLINE_S."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while left := open_resources() - before:
+        assert asyncio.get_running_loop().time() < deadline, f"the closed tier has left these open: {left}"
+        await asyncio.sleep(0)
 
 
 def release_all(results: object) -> None:

@@ -13,7 +13,15 @@ import pytest
 from lmcache_async.errors import BudgetExceededError, TierError
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
-from lmcache_async.testing.conformance.base import Cases, TierRig, in_time, opened_rig, release_all
+from lmcache_async.testing.conformance.base import (
+    Cases,
+    TierRig,
+    check_resources,
+    in_time,
+    open_resources,
+    opened_rig,
+    release_all,
+)
 from lmcache_async.testing.conformance.content import LENGTHS
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.steps import cancelled_at_await, turns
@@ -58,7 +66,7 @@ class OverlapCases(Cases):
         answers = await in_time(asyncio.gather(*batches, *(put() for _ in range(8))))
 
         assert answers == [[None] * 5] * 3 + [None] * 8
-        assert await rig.holds(*range(5))
+        await rig.check_stored(*range(5))
         assert rig.statistics.chunks in {0, 5}, "a chunk that was put concurrently is counted more than once"
         if rig.tier.capabilities.lists:
             assert await rig.keys() == {key_of(number) for number in range(5)}
@@ -181,7 +189,7 @@ class CancellationCases(Cases):
 
         assert task.cancelled()
         await rig.check_leases()
-        assert await rig.holds(0)
+        await rig.check_stored(0)
 
 
 def _with_more_awaits(allocate: Allocate) -> Allocate:
@@ -222,7 +230,7 @@ class LifecycleCases(Cases):
                 assert counts == (before.chunks, before.bytes), "the statistics differ after reopening"
                 assert await again.contains(0) is not removed, "contains contradicts remove after reopening"
                 for number, length in list(enumerate(LENGTHS))[1:]:
-                    assert await again.contains(number)
+                    assert await again.contains(number), f"contains does not find a record of {length} bytes"
                     assert await again.holds(number), f"a record of {length} bytes is lost"
                 assert await again.tier.count_prefix([key_of(number) for number in (1, 2, 99)]) == 2
                 assert not await again.contains(99)
@@ -241,7 +249,7 @@ class LifecycleCases(Cases):
                 found = await again.contains(number)
                 assert found is await again.holds(number), "a cancelled put left an incomplete record"
             await again.put(*range(12))
-            assert await again.holds(*range(12))
+            await again.check_stored(*range(12))
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 5])
     async def test_closing_with_calls_in_flight_ends_them_and_releases_every_lease(
@@ -282,9 +290,33 @@ class LifecycleCases(Cases):
         others = asyncio.all_tasks()
         async with opened_rig(tier, arena) as rig:
             await rig.put(1)
-            assert await rig.holds(1)
+            await rig.check_stored(1)
         while left := asyncio.all_tasks() - others:
             await in_time(asyncio.wait(left))
+
+    async def test_closing_releases_files_connections_and_threads(self, tier: Tier, arena: Arena) -> None:
+        """Compares two uses of a persistent tier: the first one may start what the process keeps."""
+        async with opened_rig(tier, arena) as rig:
+            await rig.put(1)
+            await rig.check_stored(1)
+        if not tier.capabilities.persistent:
+            return
+        before = open_resources()
+        async with opened_rig(self.reopen(tier), arena) as again:
+            await again.check_stored(1)
+            await again.put(2)
+        await check_resources(before)
+
+    async def test_a_failing_backend_causes_tier_errors(self, rig: TierRig) -> None:
+        await rig.put(1)
+        if not await self.stop_backend(rig.tier):
+            return
+        with contextlib.suppress(TierError):
+            assert await in_time(rig.contains(1)), "contains reports a miss, not the failure of the backend"
+        with pytest.raises(TierError):
+            await in_time(rig.holds(1))
+        with pytest.raises(TierError):
+            await in_time(rig.put(2))
 
     async def test_a_closed_tier_raises_tier_errors_or_returns_correct_results(
         self, tier: Tier, arena: Arena
@@ -323,4 +355,4 @@ class LifecycleCases(Cases):
         assert arena.statistics().leased_slabs == 0
         if tier.capabilities.persistent:
             async with opened_rig(self.reopen(tier), arena) as again:
-                assert await again.holds(1)
+                await again.check_stored(1)

@@ -94,7 +94,7 @@ class ContentCases(Cases):
             assert bytes(buffer.view) == content, f"{verb} changed the caller's bytes"
         await rig.check_leases()
         rig.overwrite_free_memory()
-        assert await rig.holds(1)
+        await rig.check_stored(1)
 
     @pytest.mark.parametrize("verb", ["put", "put_many"])
     async def test_a_tier_outside_the_arena_does_not_keep_the_callers_memory(
@@ -136,10 +136,10 @@ class ContentCases(Cases):
             assert not first.shared, "a buffer from allocate has a second lease"
             first.view[:] = bytes(first.nbytes)
         first.release()
-        assert await rig.holds(1)
+        await rig.check_stored(1)
         for number in (2, 3, 4):
             await rig.put(number)
-            assert await rig.holds(number)
+            await rig.check_stored(number)
         await rig.remove(1)
         rig.overwrite_free_memory()
 
@@ -152,7 +152,7 @@ class ContentCases(Cases):
         for _ in range(3):
             await rig.put(1)
             assert await rig.contains(1)
-            assert await rig.holds(1)
+            await rig.check_stored(1)
 
         assert rig.statistics.chunks in {0, 1}, "a chunk that was put again is counted twice"
         assert rig.statistics.bytes == size, "a second put of a chunk is counted twice"
@@ -222,7 +222,7 @@ class BatchCases(Cases):
         if not rig.leases_content:  # otherwise `allocate` is not called
             with pytest.raises((BudgetExceededError, TierError)):
                 await rig.tier.get(key_of(1), scarce)
-        assert await rig.holds(*range(6))
+        await rig.check_stored(*range(6))
 
     async def test_a_prefix_ends_at_the_first_missing_chunk(self, rig: TierRig) -> None:
         await rig.put(0, 1, 3)
@@ -270,16 +270,18 @@ class RemovalCases(Cases):
         await rig.put(1, 2)
         for _ in range(2):
             await check_found([True, True])
-            assert await remove(1) is removes, f"{verb} does not return the declared `removes`"
-            assert not await remove(9)
+            assert await remove(1) is removes, (
+                f"{verb} of a stored chunk did not return {removes}, the declared `removes`"
+            )
+            assert not await remove(9), f"{verb} returned True for a chunk that was never put"
             assert await rig.contains(1) is not removes
             assert await rig.holds(1) is not removes
             await check_found([not removes, True])
             if removes:
-                assert not await remove(1)
+                assert not await remove(1), f"{verb} returned True for a chunk that it had removed"
                 await rig.put(1)
-                assert await rig.holds(1)
-        assert await rig.holds(2)
+                await rig.check_stored(1)
+        await rig.check_stored(2)
 
     async def test_keys_and_clear_agree_with_the_content(self, rig: TierRig) -> None:
         await rig.put(*range(5))
@@ -292,14 +294,14 @@ class RemovalCases(Cases):
             return
         await rig.remove(3)
         assert await rig.keys() == {key_of(number) for number in (0, 1, 2, 4)}
-        assert await rig.holds(0, 1, 2, 4)
+        await rig.check_stored(0, 1, 2, 4)
         assert await rig.tier.clear() == 4, "clear did not return the number of removed chunks"
         assert await rig.keys() == set()
         assert await rig.tier.clear() == 0
         assert not await rig.contains(1), "contains found a chunk after clear"
         assert not await rig.holds(1), "get returned a chunk after clear"
         await rig.put(1)
-        assert await rig.holds(1)
+        await rig.check_stored(1)
 
     async def test_statistics_agree_with_the_content(self, rig: TierRig) -> None:
         counts = (rig.statistics.chunks, rig.statistics.bytes)
@@ -327,7 +329,7 @@ class DamageCases(Cases):
     async def test_damaged_content_fails_verification(self, rig: TierRig, edit: str) -> None:
         await rig.put(1, 2)
         if not await self.damage(rig.tier, key_of(1), EDITS[edit]):
-            assert await rig.holds(1)
+            await rig.check_stored(1)
             return
         await _get_damaged(rig)
         await rig.check_leases()
@@ -344,11 +346,11 @@ class DamageCases(Cases):
         async with opened_rig(tier, arena) as rig:
             await rig.put(1, 2)
             if not (tier.capabilities.persistent and await self.damage(tier, key_of(1), EDITS[edit])):
-                assert await rig.holds(2)
+                await rig.check_stored(2)
                 return
         async with opened_rig(self.reopen(tier), arena) as again:
             await _get_damaged(again)
-            assert await again.holds(2)
+            await again.check_stored(2)
             await again.check_leases()
 
     async def test_a_scrub_rejects_only_damaged_records(self, rig: TierRig) -> None:
@@ -361,7 +363,7 @@ class DamageCases(Cases):
             assert sum(report.corrupt.values()) == bool(clean.chunks)
             if clean.chunks:
                 assert not await rig.holds(1)
-        assert await rig.holds(0, 2, 3)
+        await rig.check_stored(0, 2, 3)
 
 
 async def _get_damaged(rig: TierRig) -> None:
