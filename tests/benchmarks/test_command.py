@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lmcache_async.bench.measure import Row
 from lmcache_async.cli.app import app
-from tools.benchmarks import command, report
+from tools.benchmarks import command
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -114,16 +114,6 @@ def test_all_is_every_benchmark_that_can_run_here_in_a_minute():
     ]
 
 
-def test_a_report_escapes_markup():
-    row = {"name": "<b>", "unit": "ms", "better": "less", "limit_name": "&", "ratios": [], "parameters": {}}
-    row |= {"value": 1.0, "limit_value": 1.0, "ratio": 1.0, "more": {}}
-    result = {"summary": "<i>", "seconds": 1.0, "rows": [row], "left_out": ["<s>"]}
-
-    page = report._page({"machine": {"cpu": "<u>"}, "quick": False, "rounds": 1, "benchmarks": {"x": result}})
-
-    assert not {"<b>", "<i>", "<u>", "<s>"} & set(re.findall(r"<.>", page))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -147,17 +137,6 @@ def test_a_wrong_argument_ends_with_2_and_a_message(arguments, message, capsys):
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
-
-
-def test_a_report_without_matplotlib_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys):
-    without(monkeypatch, "matplotlib")
-
-    assert command.main([*SMALL, "--report", str(tmp_path / "report")]) == 2
-
-    told = capsys.readouterr()
-    assert "--report needs the package matplotlib" in told.err
-    assert told.out == ""
-    assert not (tmp_path / "report").exists()
 
 
 def test_figures_name_the_commit_if_there_is_git(monkeypatch, tmp_path):
@@ -193,25 +172,19 @@ def test_the_gpu_benchmark_needs_a_gpu(monkeypatch, capsys, there):
         assert "left out, needs a CUDA device: gpu" in command.left_out()
 
 
-@pytest.mark.parametrize("rows", [[], [Row.of("it", "ms", [1.0], "limit", [2.0], {"of": 1})]])
-def test_skipped_cases_of_a_benchmark_are_reported_with_its_figures(rows, tmp_path, monkeypatch, capsys):
+def test_skipped_cases_of_a_benchmark_are_reported_with_its_figures(tmp_path, monkeypatch, capsys):
     async def measure(settings, frame):
-        for row in rows:
-            yield row
+        yield Row.of("it", "ms", [1.0], "limit", [2.0], {"of": 1})
         frame.leave_out("a large one", "it does not fit")
 
     settings = command.find("hash")[0].load().quick
     monkeypatch.setattr(command.Benchmark, "load", lambda _: command.Loaded(measure, settings, settings))
-    files = ["--json", str(tmp_path / "figures.json"), "--report", str(tmp_path / "report")]
 
-    assert command.main(["hash", "--rounds", "1", *files]) == 0
+    assert command.main(["hash", "--rounds", "1", "--json", str(tmp_path / "figures.json")]) == 0
 
     assert capsys.readouterr().out.splitlines()[-1] == "left out: a large one: it does not fit"
     written = json.loads((tmp_path / "figures.json").read_text())["benchmarks"]["hash"]
     assert written["left_out"] == ["a large one: it does not fit"]
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "left out: a large one: it does not fit" in page
-    assert ("<img" in page) == (tmp_path / "report" / "hash.png").exists() == bool(rows)
 
 
 @pytest.mark.parametrize("line", [x for block in SHELL.findall(PAGE.read_text()) for x in block.splitlines()])

@@ -29,7 +29,7 @@ from lmcache_async.errors import ConfigError, LMCacheAsyncError, MissingDependen
 
 ALL = "all"
 CUDA = "a CUDA device"
-COMMON_OPTIONS = ("--json", "--report", "--rounds", "--quick")
+COMMON_OPTIONS = ("--json", "--rounds", "--quick")
 
 
 def count(text: str) -> int:
@@ -203,7 +203,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--report", type=Path, help="write report.html and plots to this directory")
     parser.add_argument("--rounds", type=count, help=f"rounds per figure; {DEFAULT_ROUNDS} by default")
     parser.add_argument("--quick", action="store_true", help="small sizes; the figures have no meaning")
     given, own = parser.parse_known_args(arguments)
@@ -221,8 +220,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
     """Yield each result when it is available. Check arguments first; write files after each result."""
-    from tools.benchmarks.report import check_matplotlib, write_report
-
     chosen = find(given.name)
     if own and len(chosen) > 1:
         raise ConfigError(f"{own[0]} is not an option of {given.name}: name one benchmark")
@@ -231,8 +228,6 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
         settings_of(one, benchmark.name, own, quick=given.quick)
         for benchmark, one in zip(chosen, loaded, strict=True)
     ]
-    if given.report is not None:
-        check_matplotlib()
     rounds = given.rounds or (QUICK_ROUNDS if given.quick else DEFAULT_ROUNDS)
     results: list[Result] = []
     for benchmark, one, chosen_settings in zip(chosen, loaded, settings, strict=True):
@@ -243,8 +238,6 @@ def _results(given: argparse.Namespace, own: Sequence[str]) -> Iterator[Result]:
             figures["machine"]["commit"] = commit
         if given.json is not None:
             given.json.write_text(json.dumps(figures, indent=2, default=str) + "\n", encoding="utf-8")
-        if given.report is not None:
-            write_report(given.report, figures, newest=benchmark.name)
         yield results[-1]
 
 

@@ -316,7 +316,7 @@ def _row(load: Workload, name: str, spent: Spent, floors: Sequence[float]) -> Ro
     values = [1e3 * seconds for seconds in spent.wall]
     limits = [1e3 * floors[number] for number in spent.numbers]
     row = Row.of(name, "ms", values, LIMIT, limits, dataclasses.asdict(load), more)
-    return dataclasses.replace(row, ratios=())  # too many for the report
+    return dataclasses.replace(row, ratios=())  # one for each request, too many to list
 
 
 def _percentile(ordered: Sequence[float]) -> float:
