@@ -95,7 +95,7 @@ async def _kill_and_restart(path: Path) -> None:
     traffic = Traffic(tier.put_many, tier.get_many, arena, no_memory)
     with process(*command) as first:
         assert "ready" in await asyncio.to_thread(line, first)
-        async with asyncio.timeout(2 * DEADLINE_S), tier, traffic.running():
+        async with tier, traffic.running():
             await traffic.seen_again("hit")
             assert await put(tier, arena, 0) == [None]
             kept = await tier.get(key_of(0), no_memory)

@@ -20,7 +20,7 @@ from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
 
-DEADLINE_S = 30
+DEADLINE_S = 150
 MIB = 1 << 20
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 class Gate:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-DEADLINE_S = 30
+DEADLINE_S = 150
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_taken: list[socket.socket] = []
+"""Bound to names, one for each port that this process has got, so that no other test process gets it."""
 
 
 class Startable(Protocol):
@@ -52,7 +54,7 @@ def open_fds() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports at which no server listens and which no connection gets as its own port.
+    """Return ports at which no server listens, and which no connection and no other test process gets.
 
     The kernel gives ports of its ephemeral range to connections, so a port of that range can be
     in use by the time the server starts, or while a test restarts it.
@@ -66,10 +68,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def _bound(one: socket.socket, port: int) -> bool:
-    with contextlib.suppress(OSError):
+    name = socket.socket(socket.AF_UNIX)
+    try:
         one.bind(("", port))
-        return True
-    return False
+        name.bind(f"\0lmcache-async-test-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _taken.append(name)
+    return True
 
 
 def free_port() -> int:

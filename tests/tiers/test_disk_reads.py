@@ -38,7 +38,7 @@ from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from tests.tiers.disk_tools import put
 
 PIECE = 4 * PAGE
-WAIT_S = 30.0
+WAIT_S = 150.0
 THREADS = 4
 
 

@@ -436,7 +436,7 @@ async def test_a_promotion_does_not_wait_for_room_and_does_not_raise(arena):
         arena, Away(CPUConfig()), gated, holding([]), max_bytes=250, write_timeout_s=60
     ) as stack:
         items = filled(arena, range(4))
-        await asyncio.wait_for(stack.promote(items, [2] * 4), 5)
+        await stack.promote(items, [2] * 4)
         release(buffer for _, buffer in items)
 
         assert stack.tiers[1].writer.statistics().refused == 2

@@ -237,7 +237,7 @@ async def test_closing_with_a_parked_tier_drops_the_rest_within_the_deadline(are
         futures = await writer.submit(items, timeout_s=0)
     await gated.parked.wait()
 
-    await asyncio.wait_for(writer.aclose(timeout_s=0.01), 5)
+    await writer.aclose(timeout_s=0.01)
 
     assert {type(result) for result in results_of(futures)} == {TierClosedError}
     assert gated.inner.records == {}
@@ -264,7 +264,7 @@ async def test_closing_does_not_wait_for_a_tier_that_cannot_be_stopped(arena):
     futures = await submit(writer, arena, [10, 10])
     await inside.wait()
 
-    await asyncio.wait_for(writer.aclose(timeout_s=0), 5)
+    await writer.aclose(timeout_s=0)
 
     assert {type(result) for result in results_of(futures)} == {TierClosedError}
     assert arena.statistics().leased_slabs == 2  # still being read
@@ -294,7 +294,7 @@ async def test_a_wait_for_room_fails_when_the_writer_is_closed(arena):
         assert not submit.done()
 
         await writer.aclose(timeout_s=0)
-        futures = await asyncio.wait_for(submit, 5)
+        futures = await submit
     await turns(3)
 
     assert [type(result) for result in results_of(futures)] == [TierClosedError] * 3

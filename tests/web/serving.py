@@ -10,7 +10,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RequestPlan
 
-DEADLINE_S = 60
+DEADLINE_S = 150
 
 
 class Served:

@@ -140,21 +140,16 @@ def test_a_compressed_answer_does_not_fill_the_memory() -> None:
 def test_a_slow_response_has_one_deadline(part: bytes) -> None:
     """Headers or a body that arrive byte by byte do not extend the deadline."""
     ended = threading.Event()
-    sent = 0
 
     def drip(connection: socket.socket) -> None:
-        nonlocal sent
         connection.sendall(part)
-        while sent < 300 and not ended.wait(0.02):  # six seconds
+        while not ended.wait(0.02):
             connection.sendall(b"x")
-            sent += 1
 
     with answering(drip) as port:
         with pytest.raises(TierUnavailableError, match=r"no answer in 0\.3 s"):
             StatusClient(f"127.0.0.1:{port}", timeout_s=0.3).read()
         ended.set()
-
-    assert sent < 300, "the server ended the response"
 
 
 @pytest.mark.parametrize(
