@@ -36,7 +36,6 @@ ROWS = {
         "get and read, records of 1 MiB",
         "lease and release, records of 1 MiB",
     },
-    "checksums": {"store", "load"},
     "gpu": {"llama-8b, bf16, fused: D2H, 1 chunk", "product beside H2D, priority high"},
 }
 
@@ -49,7 +48,6 @@ LIMITS = {
     "s3": {"bare HTTP", "obstore"},
     "mooncake": {"Mooncake's client", "Mooncake's client, one call"},
     "host": {"memcpy, 1 thread", "memcpy, 2 threads", "thread hop"},
-    "checksums": {"without"},
     "gpu": {"memcpy, same pieces", "memcpy, one piece", "product alone"},
 }
 
@@ -91,21 +89,6 @@ def test_a_quick_run_writes_every_figure_beside_its_limit(name, tmp_path, capsys
         assert row["better"] == ("more" if row["unit"].endswith("/s") else "less")
         assert row["parameters"]
         assert len(row["ratios"]) == (0 if name == "scheduler" else 1)
-
-
-def test_the_scheduler_bench_goes_through_hits_and_misses(tmp_path):
-    path = tmp_path / "scheduler.json"
-
-    code = command.main(["scheduler", "--requests", "6", "--tokens", "2048", "--json", str(path)])
-
-    result = json.loads(path.read_text())["benchmarks"]["scheduler"]
-    rows = {row["name"]: row for row in result["rows"]}
-    assert code == 0
-    assert (
-        rows["request: hit"]["more"]["count"] == rows["request: miss, with its stores"]["more"]["count"] == 3
-    )
-    assert rows["request: all"]["more"]["p99_ms"] >= rows["request: all"]["value"] > 0
-    assert result["settings"] == {"requests": 6, "tokens": 2048, "block_size": 16}
 
 
 def test_all_is_every_benchmark_that_can_run_here_in_a_minute():

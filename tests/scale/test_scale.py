@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import re
 import shlex
@@ -17,7 +15,6 @@ from tools.scale.__main__ import main
 from tools.scale.backends import BACKENDS, Machines
 from tools.scale.load import TRACES, Load
 from tools.scale.result import percentile, simulate
-from tools.scale.reuse import Request, pooled, read, reuse
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 COMMANDS = re.findall(r"^python -m tools\.scale (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -117,44 +114,3 @@ def test_overload_has_no_wait_and_names_the_bottleneck() -> None:
 @pytest.mark.parametrize(("share", "value"), [(0.95, 19), (1.0, 20), (0.5, 10), (0.0, 1)])
 def test_percentiles(share: float, value: int) -> None:
     assert percentile(list(range(20, 0, -1)), share) == value
-
-
-def test_a_trace_of_mooncakes_is_counted(tmp_path: Path) -> None:
-    rows = [(0, 1024, [0, 1]), (20_000, 1500, [0, 1, 2]), (60_000, 600, [0, 9]), (61_000, 512, [7])]
-    path = tmp_path / "made.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        for at_ms, tokens, blocks in rows:
-            file.write(json.dumps({"timestamp": at_ms, "input_length": tokens, "hash_ids": blocks}) + "\n")
-
-    found = reuse(list(read(path)), kept_s=(10, 20, 40))
-
-    total = 1024 + 1500 + 600 + 512
-    assert found.repeated == pytest.approx((1024 + 512) / total)
-    assert found.kept == pytest.approx({10: 0.0, 20: 1024 / total, 40: 1536 / total})
-    assert (found.requests, found.median_tokens) == (4, 1024)
-
-
-def test_sessions_do_not_share_blocks_and_subagents_are_read(tmp_path: Path) -> None:
-    requests = [
-        {"t": 0.0, "type": "n", "in": 64, "hash_ids": [1]},
-        {"type": "subagent", "requests": [{"t": 1.0, "type": "s", "in": 128, "hash_ids": [1, 2]}]},
-    ]
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text(json.dumps({"block_size": 64, "requests": requests}))
-
-    found = reuse([request for name in ("a.json", "b.json") for request in read(tmp_path / name)])
-
-    assert (found.requests, found.repeated) == (4, pytest.approx(128 / 384))
-
-
-@pytest.mark.parametrize(("blocks", "found"), [(1, 10), (2, 30), (3, 40), (100, 40)])
-def test_a_pool_that_is_smaller_finds_less_and_forgets_ends_first(blocks: int, found: int) -> None:
-    prompts = [("a", "b", "c"), ("a", "b", "c"), ("d",), ("a",)]
-    requests = [Request(float(i), 10 * len(one), 10, one) for i, one in enumerate(prompts)]
-
-    assert pooled(requests, blocks) * 80 == pytest.approx(found)
-
-
-def test_an_empty_trace_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no requests"):
-        reuse([])

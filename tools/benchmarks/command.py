@@ -113,7 +113,6 @@ BENCHMARKS = (
     Benchmark(
         "scheduler", "the connector on vLLM's scheduler thread, compared with reading the tokens once", "vllm"
     ),
-    Benchmark("checksums", "store and load on disk with checksums, compared with the same without them"),
     Benchmark("host", "the tier host, compared with memcpy", module="remote"),
     Benchmark(
         "valkey",
