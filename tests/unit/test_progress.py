@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.device.progress import CopyPart, LoadProgress, PartQueue, current_core, off_core
 
-LONG_S = 60  # only a hang takes this long
+LONG_S = 150  # only a hang takes this long
 
 
 class WatchedCondition(threading.Condition):
