@@ -1,11 +1,11 @@
-"""Every invalid config has its message."""
+"""Every invalid config has its message, and every statement that refuses one is tested."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,10 +14,14 @@ from typer.testing import CliRunner
 
 from lmcache_async.cli.app import app
 from lmcache_async.cli.config import check_daemon_file, check_file
+from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.registry import Registry
+from tests.unit import test_config_errors as errors
 from tests.wrong_config.at_start import AT_START, LONG
 from tests.wrong_config.cases import DAEMON, ENGINE
+from tests.wrong_config.elsewhere import ELSEWHERE
+from tests.wrong_config.sites import ROOT, executed, sites, was_passed
 
 REGISTRY = Registry()
 KEY = bytes(range(32)).hex()
@@ -93,3 +97,60 @@ def test_the_command_prints_the_lines_and_ends_with_1(folder):
     assert plain.exit_code == as_json.exit_code == 1
     assert plain.stdout.splitlines() == expected(folder, lines)
     assert json.loads(as_json.stdout)["problems"] == expected(folder, lines)
+
+
+def test_every_statement_that_refuses_a_config_is_tested(folder):
+    everywhere = sites()
+    lines = executed(runs(folder))
+    missed = {site.name for site in everywhere if not was_passed(site, lines)}
+    named = {}
+    for file, part, *_ in ELSEWHERE:
+        [named[file, part]] = [site.name for site in everywhere if site.file == file and part in site.text]
+
+    assert missed - set(named.values()) == set(), "give each a case in cases.py, or its test in elsewhere.py"
+
+
+@pytest.mark.parametrize(("file", "text"), sorted({(file, text) for _, _, file, text in ELSEWHERE}))
+def test_statements_listed_as_tested_elsewhere_are_tested(file, text):
+    assert text in (ROOT / file).read_text(encoding="utf-8")
+
+
+def runs(folder: Path) -> Iterator[Callable[[], object]]:
+    """Return all cases of this file and of the tests of the loader, except YAML beyond the loader's limits.
+
+    Such a text takes half a second to parse, and other cases pass the same place.
+    """
+    for text, _ in ENGINE:
+        yield lambda text=text: checked(written(folder, text))
+    for text, _ in DAEMON:
+        yield lambda text=text: check_daemon_file(written(folder, text))[0]
+    for extra, _ in table_of(errors.test_an_invalid_mapping_is_reported):
+        yield lambda extra=extra: refused(extra=extra)
+    for name, value, _ in table_of(errors.test_an_invalid_variable_is_reported):
+        yield lambda name=name, value=value: refused(env={f"LMCACHE_ASYNC_{name}": value})
+    for text, _ in table_of(errors.test_an_invalid_file_is_reported):
+        if len(text) < 1000:
+            yield lambda text=text: refused(path=written(folder, text))
+    yield lambda: refused(path=folder / "none")
+    for number, (start, _) in enumerate(AT_START):
+        yield lambda start=start, number=number: refused_at_start(start, folder / f"start-{number}")
+
+
+def table_of(test: Callable[..., None]) -> list[tuple]:
+    """The cases of a parametrized test."""
+    [mark] = [mark for mark in test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
+    return list(mark.args[1])
+
+
+def refused_at_start(start: Callable[[Path], object], folder: Path) -> None:
+    folder.mkdir()
+    (folder / "key").write_text(KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        with pytest.raises(ConfigError):
+            start(folder)
+
+
+def refused(**sources: object) -> None:
+    with pytest.raises(ConfigError):
+        load_config(**{"env": {}, **sources})  # type: ignore[arg-type]
