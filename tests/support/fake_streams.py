@@ -1,10 +1,13 @@
-"""Fake device streams: work is done immediately, and events complete when the test says so."""
+"""Fake device streams: work is done immediately or queued, and events complete when the test says so."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
@@ -94,3 +97,51 @@ class FakeStreams:
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.empty(num_words, dtype=torch.int64)
+
+
+class QueuedStreams(FakeStreams):
+    """Streams of which each runs its work in order, one piece at each call of `run_one`.
+
+    Copies of torch within `use` are queued. Stream 0 is that of the model.
+
+    Args:
+        choice: Chooses the stream that runs next.
+    """
+
+    def __init__(self, choice: random.Random) -> None:
+        super().__init__()
+        self._choice = choice
+        self._queues: defaultdict[int, deque[Callable[[], object]]] = defaultdict(deque)
+        self._current = 0
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Queue work on the current stream."""
+        self._queues[self._current].append(work)
+
+    def run_one(self) -> None:
+        """Run the next piece of work of one stream that has some."""
+        if ready := [queue for queue in self._queues.values() if queue]:
+            self._choice.choice(ready).popleft()()
+
+    @contextlib.contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        def copy_(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            self.submit(lambda: now(target, source))
+
+        now = torch.Tensor.copy_
+        self._current = stream
+        try:
+            with mock.patch.object(torch.Tensor, "copy_", copy_):
+                yield
+        finally:
+            self._current = 0
+
+    def record(self, stream: int, *, spin: bool = False) -> FakeEvent:
+        del spin
+        gate = threading.Event()
+        self._queues[stream].append(gate.set)
+        return FakeEvent(gate)
+
+    def record_current(self) -> FakeEvent:
+        return self.record(self._current)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 import traceback
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_async.device import cuda
@@ -30,7 +32,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.testing.caches import CacheForm, cache_forms
 from lmcache_async.testing.steps import turns
 from tests.support.caches import assign, check_rows_of_two_sizes, job_of
-from tests.support.fake_streams import FakeEvent, FakeStreams
+from tests.support.fake_streams import FakeEvent, FakeStreams, QueuedStreams
 
 
 class LoggedMover(TorchMover):
@@ -102,6 +104,101 @@ def test_payloads_are_those_of_the_cpu_copier_and_scatter_touches_no_other_byte(
         patch.setattr(cuda, "MAX_ENTRIES", data.draw(st.sampled_from((1, 5, 1 << 17))))
         asyncio.run(run())
     assert all(map(torch.equal, target.storages, expected.storages))
+
+
+class QueuedMover(TorchMover):
+    """Torch's mover, whose work is queued."""
+
+    def __init__(self, layout, streams):
+        super().__init__(layout)
+        self.streams = streams
+
+    def move(self, *arguments, to_staging):
+        self.streams.submit(partial(super().move, *arguments, to_staging=to_staging))
+
+
+class Traffic:
+    """Concurrent copies whose memory is used again at once when they end, before and after any of their work."""
+
+    def __init__(self, form, seed):
+        self.random = random.Random(seed)
+        self.layout = form.build(12).layout
+        self.streams = QueuedStreams(self.random)
+        (self.copier,) = open_cuda_copiers(
+            [self.layout],
+            staging_bytes=self.random.choice([1, 200, 5000]),
+            streams=self.streams,
+            movers=[QueuedMover(self.layout, self.streams)],
+        )
+        self.used_again = []
+
+    def spans(self, rows):
+        """Return views of all rows, in the order of a payload."""
+        memories = [storage.numpy() for storage in self.layout.storages]
+        for plane in self.layout.planes:
+            for start in map(plane.start, rows):
+                yield memories[plane.storage][start : start + plane.row_bytes]
+
+    def write(self, rows, content):
+        at = 0
+        for span in self.spans(rows):
+            span[:] = content[at : at + len(span)]
+            at += len(span)
+
+    def read(self, rows):
+        return np.concatenate(list(self.spans(rows)))
+
+    def content(self, rows):
+        return np.frombuffer(self.random.randbytes(self.layout.payload_bytes(len(rows))), np.uint8)
+
+    async def copy(self, rows):
+        content, stores = self.content(rows), self.random.random() < 0.5
+        job = CopyJob(np.array(rows), self.content(rows).copy() if stores else content.copy())
+        before = self.read(rows)
+        # Work of the model before the fence: it writes what is stored, and reads what a load replaces.
+        if stores:
+            self.streams.submit(lambda: self.write(rows, content))
+        else:
+            self.streams.submit(lambda: np.testing.assert_array_equal(self.read(rows), before))
+        fence = self.copier.fence()
+        try:
+            await (self.copier.gather if stores else self.copier.scatter)([job], fence)
+            np.testing.assert_array_equal(job.payload if stores else self.read(rows), content)
+        finally:
+            await until(fence.reached)
+            later = self.content(rows)
+            job.payload[:] = later
+            self.write(rows, later)
+            self.used_again.append((job.payload, rows, later))
+
+    async def run(self):
+        for _ in range(2):
+            rows = self.random.sample(range(self.layout.num_rows), self.layout.num_rows)
+            copies = [asyncio.ensure_future(self.copy(some)) for some in (rows[:4], rows[4:7], rows[7:9])]
+            cancelled = self.random.choice([None, *copies])
+            while not all(copy.done() for copy in copies):
+                self.streams.run_one()
+                await asyncio.sleep(0)
+                if cancelled is not None and self.random.random() < 0.1:
+                    cancelled.cancel()
+            for copy in copies:
+                with (
+                    contextlib.suppress(asyncio.CancelledError)
+                    if copy is cancelled
+                    else contextlib.nullcontext()
+                ):
+                    copy.result()
+            for payload, rows, later in self.used_again:
+                np.testing.assert_array_equal(payload, later)
+                np.testing.assert_array_equal(self.read(rows), later)
+            self.used_again.clear()
+        self.copier.close()
+
+
+@settings(max_examples=40)
+@given(cache_forms(), st.integers(0, 1 << 32))
+def test_copies_that_run_late_and_in_any_order_use_only_their_own_memory(form, seed):
+    asyncio.run(Traffic(form, seed).run())
 
 
 @pytest.mark.parametrize("staging_bytes", [1, 1 << 20])
