@@ -34,7 +34,6 @@ class LoopThread:
     def __init__(self, name: str = "lmcache-async-loop") -> None:
         self._process = os.getpid()
         self._logger = LimitedLogger(logging.getLogger(__name__))
-        self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         # Held while work is submitted: work submitted after closing would never run.
         self._lock = threading.Lock()
@@ -43,7 +42,6 @@ class LoopThread:
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self._started.wait()
 
     @property
     def inherited(self) -> bool:
@@ -123,7 +121,6 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._started.set)
         cause = "it ended"
         try:
             while not self._stopping:
@@ -151,7 +148,6 @@ class LoopThread:
         self._loop.stop()
 
     def _end(self, cause: str) -> None:
-        self._started.set()
         with self._lock:
             has_failed = not self.closed
             if has_failed:
