@@ -30,6 +30,7 @@ ENCRYPTED = 1 << 15
 PREFIX = struct.Struct("<8sHIIQ8s")  # magic, version, header bytes, msgpack bytes, payload bytes, checksum
 CHECKSUM = slice(PREFIX.size - 8, PREFIX.size)
 MAX_DIMENSIONS = 8
+MAX_MESSAGE_LENGTH = 500
 
 header_digest = xxhash.xxh3_64_digest
 """`header_digest(header)` is the checksum of a header whose own checksum is zeros."""
@@ -179,4 +180,7 @@ def _field(fields: dict[Any, Any], name: str, kind: type[_T]) -> _T:
 
 
 def corrupt(cause: str, message: str) -> ChunkCorruptError:
-    return ChunkCorruptError(message, cause=cause)
+    """Return the error of a record. Parts of `message` may come from the record, so it is made one short printable line."""
+    if not message.isprintable():
+        message = message.encode("unicode_escape").decode("ascii")
+    return ChunkCorruptError(message[:MAX_MESSAGE_LENGTH], cause=cause)

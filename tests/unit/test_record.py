@@ -178,6 +178,28 @@ def test_a_valid_record_of_other_content_is_corrupt(cause: str, changes: dict[st
     assert cause_of(sealed(), **changes) == cause
 
 
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("dtype", "bf16\nERROR the disk is full"),
+        ("layout", "\ud800 cannot be written to a log"),
+        ("layout", "long" * 150),
+    ],
+)
+def test_the_message_has_one_printable_line_of_limited_length_whatever_the_record_contains(
+    field: str, text: str
+) -> None:
+    """Other hosts write to a shared tier."""
+    data = sealed(dataclasses.replace(FORMAT, **{field: text}))
+
+    with pytest.raises(ChunkCorruptError) as caught:
+        verify(memoryview(data), format=FORMAT, chunk=CHUNK, request_namespace="r")
+
+    assert caught.value.cause == "layout"
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= header_module.MAX_MESSAGE_LENGTH
+
+
 def test_a_record_of_another_version_is_corrupt() -> None:
     data = sealed()
     data[8] = 2
