@@ -121,7 +121,8 @@ def check_jobs(
     """
     rows = [_row_ids(index, job) for index, job in enumerate(jobs, first)]
     # The bounds of all jobs together: for the few rows of one chunk, the overhead of NumPy's calls would dominate.
-    low, high = _bounds(np.concatenate(rows)) if rows else (0, -1)
+    every = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    low, high = (int(every.min()), int(every.max())) if every.size else (0, -1)
     if low < -1 or high >= layout.num_rows:
         _refuse_rows(layout, rows, first)
     skips = [low < 0 and bool((ids < 0).any()) for ids in rows]
@@ -147,16 +148,12 @@ def _row_ids(index: int, job: CopyJob) -> BlockIds:
     return np.ascontiguousarray(rows, np.int64)
 
 
-def _bounds(rows: BlockIds) -> tuple[int, int]:
-    return (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
-
-
 def _refuse_rows(layout: KVLayout, rows: Sequence[BlockIds], first: int) -> None:
-    for index, (low, high) in enumerate(map(_bounds, rows), first):
-        if low < -1 or high >= layout.num_rows:
-            bad = low if low < -1 else high
+    for index, ids in enumerate(rows, first):
+        bad = ids[(ids < -1) | (ids >= layout.num_rows)]
+        if bad.size:
             raise ValueError(
-                f"job {index}: row {bad} is out of bounds; the cache has rows 0 to {layout.num_rows - 1}"
+                f"job {index}: row {bad[0]} is out of bounds; the cache has rows 0 to {layout.num_rows - 1}"
             )
 
 

@@ -224,10 +224,6 @@ class Lane:
         self._waiting = self._waited = 0
         self._events = EventThread(name, prepare)
 
-    @property
-    def closed(self) -> bool:
-        return self._events.closed
-
     async def acquire(self) -> Part:
         """Wait for a free part and take it, in FIFO order. If the call is cancelled, no part is taken.
 
@@ -240,14 +236,14 @@ class Lane:
             await self._turns.acquire()
         finally:
             self._waiting -= 1
-        if self.closed:
+        if self._events.closed:
             self._turns.release()
             raise EngineClosedError("the copier is closed")
         self._lent += 1
         return self._free.popleft()
 
     def release(self, part: Part) -> None:
-        if not self.closed:
+        if not self._events.closed:
             self._free.append(part)
         self._lent -= 1
         self._turns.release()

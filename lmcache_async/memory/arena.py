@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lmcache_async.errors import BudgetExceededError, ConfigError
 from lmcache_async.logging import LimitedLogger, describe
-from lmcache_async.memory.buffer import PAGE, Buffer, Slab
+from lmcache_async.memory.buffer import Buffer, Slab, pages
 from lmcache_async.memory.region import Region
 
 logger = LimitedLogger(logging.getLogger(__name__))
@@ -81,7 +81,7 @@ class Arena:
     ) -> None:
         if slab_bytes <= 0:
             raise ValueError(f"slab_bytes must be positive, got {slab_bytes}")
-        self.slab_bytes = -(-slab_bytes // PAGE) * PAGE
+        self.slab_bytes = pages(slab_bytes)
         self.num_slabs = max_bytes // self.slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(

@@ -16,7 +16,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import xxhash
 
-from lmcache_async.memory.buffer import PAGE
+from lmcache_async.memory.buffer import pages
 from lmcache_async.memory.encryption import ENVELOPE_BYTES, envelope_checksum, is_encrypted
 from lmcache_async.memory.header import (
     CHECKSUM,
@@ -73,7 +73,7 @@ class RecordFormat:
         texts = sum(len(_utf8(text)) for text in (self.namespace, self.layout, self.dtype))
         nbytes = PREFIX.size + _MAP_BYTES + texts + 2 * _MAX_TEXT_BYTES + 4 * self.chunk_size
         nbytes += self.reserved_bytes
-        header_bytes = -(-nbytes // PAGE) * PAGE
+        header_bytes = pages(nbytes)
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(
                 f"a record's header would have {header_bytes} bytes, more than {MAX_HEADER_BYTES}:"
@@ -166,9 +166,7 @@ class HeaderTemplate:
         key = chunk.key
         if len(key) != KEY_BYTES or len(checksum) != _CHECKSUM_BYTES:
             raise ValueError(f"key {key.hex()} or checksum {checksum.hex()} does not have 16 bytes")
-        tokens = (
-            chunk.tokens if chunk.tokens.dtype is _TOKEN_TYPE else _little_endian(chunk.tokens)
-        ).tobytes()
+        tokens = _token_bytes(chunk.tokens)
         header = bytearray().join(
             (self._before_key, key, self._before_tokens, tokens, self._rest, checksum, self._tail)
         )
@@ -331,12 +329,8 @@ def _pack(fields: dict[str, Any]) -> bytes:
     return packed
 
 
-def _little_endian(tokens: Tokens) -> Tokens:
-    return tokens.astype(_TOKEN_TYPE)
-
-
 def _token_bytes(tokens: Tokens) -> bytes:
-    return _little_endian(tokens).tobytes()
+    return (tokens if tokens.dtype is _TOKEN_TYPE else tokens.astype(_TOKEN_TYPE)).tobytes()
 
 
 def _bounded(text: str) -> str:
