@@ -436,8 +436,12 @@ class RecordStore:
         return error
 
     async def clear(self) -> int:
-        """Delete all records; see `delete`. A record that another call cannot delete at this moment is deleted too."""
-        return await self.delete(list(dict.fromkeys((*self.index, *self._locks))))
+        """Delete all records; see `delete`. Records that another call writes or deletes at this moment are deleted too."""
+        locked = [key for key in self._locks if key not in self.index]
+        try:
+            return await self.delete([*self.index, *locked])
+        finally:  # the tier did not list them before
+            self.index.report_removed([key for key in locked if key not in self.index])
 
     async def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete records. Return the number of those that existed.

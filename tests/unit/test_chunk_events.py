@@ -10,11 +10,14 @@ import pytest
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk.files import RecordFiles
 from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of, record, small_arena
 from lmcache_async.testing.rig import Rig
+from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.base import Layer, LayerConfig
+from tests.support.gates import Gate
 from tests.support.tiers import altered, handle_of, raises, registry_of
 from tests.tiers.disk_tools import RECORD_BYTES
 from tests.tiers.layered import context
@@ -180,6 +183,23 @@ async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
 
         assert tier.statistics().evictions
         assert watcher.has["t"] == {key async for key in handle.keys()}  # noqa: SIM118 - a tier's
+    arena.close()
+
+
+async def test_a_record_that_is_being_written_when_the_tier_is_cleared_is_removed(tmp_path, monkeypatch):
+    watcher, arena = Watching(), small_arena(8)
+    gate = Gate(monkeypatch, RecordFiles, "write", shut=True)
+    async with handle_of(DiskTier(DiskConfig(path=tmp_path, max_bytes="1MiB")), watcher=watcher) as handle:
+        with record(arena, 1) as buffer:
+            writing = asyncio.ensure_future(handle.put([(key_of(1), buffer)]))
+            await gate.reached()
+            clearing = asyncio.ensure_future(handle.clear())
+            await turns(20)
+            gate.open()
+
+            assert await writing == [None]
+            assert await clearing == 1
+        assert watcher.has["t"] == set()
     arena.close()
 
 
