@@ -165,7 +165,7 @@ class Pool:
         offset = self._take(owner, key, pages(nbytes))
         if offset is None:
             if is_new:
-                _forget(owner, key)
+                owner.policy.discard(key)
             return None
         self._clock += 1
         block = Block(owner, key, offset, nbytes, self._memory[offset : offset + nbytes], used=self._clock)
@@ -204,7 +204,7 @@ class Pool:
             block.reserved = False
             owner.figures.writers -= 1
             if block.key not in owner.records:
-                _forget(owner, block.key)
+                owner.policy.discard(block.key)
         else:
             owner.figures.readers -= 1
         if not block.committed and not block.leases:
@@ -362,13 +362,6 @@ class Pool:
         other = block.owner
         left_bytes = other.figures.bytes - taken.get(other.name, 0) - block.held_bytes
         return other is owner or left_bytes >= other.reserved_bytes
-
-
-def _forget(owner: Tenant, key: ChunkKey) -> None:
-    """Remove a key from the eviction order, but remember its predecessor, because other chunks may continue it."""
-    before = owner.policy.before(key)
-    if owner.policy.discard(key) and before is not None:
-        owner.policy.touch([before, key])
 
 
 def _is_unused(block: Block) -> bool:
