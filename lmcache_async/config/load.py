@@ -39,6 +39,7 @@ from lmcache_async.config.validation import (
     show,
     validate_all,
 )
+from lmcache_async.config.values import expand_home
 from lmcache_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,13 @@ def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) 
     """Return the file to read, or None, and the option or variable that names it."""
     if path is not None:
         return path, ""
-    if from_extra is not None:
-        if not isinstance(from_extra, str | os.PathLike) or not os.fspath(from_extra):
-            raise ConfigError(f"{EXTRA}: config_file is {show(from_extra)}: expected the path of a YAML file")
-        return Path(os.fspath(from_extra)), f"{EXTRA}: config_file"
-    named = ((env.get(name, "").strip(), name) for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE))
-    return next(((Path(file), name) for file, name in named if file), (None, ""))
+    named: dict[str, object] = {f"{EXTRA}: config_file": from_extra}
+    if from_extra is None:
+        variables = {name: env.get(name, "").strip() for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE)}
+        named = {name: file for name, file in variables.items() if file}
+    for name, file in named.items():
+        try:
+            return expand_home(file or None), name
+        except ValueError as error:
+            raise ConfigError(f"{name} is {show(file)}: {error}") from None
+    return None, ""

@@ -36,7 +36,7 @@ def message(**sources) -> str:
         ({"tiers.disk": 1}, "tiers is not a section, so it has no key disk"),
         ({"arena": {"prefault": 1}, "arena.prefault": 0}, "arena.prefault is given twice"),
         ({"arena": 3}, 'arena is 3: expected a mapping, such as {"key": "value"}'),
-        ({"config_file": 3}, "config_file is 3: expected the path of a YAML file"),
+        ({"config_file": 3}, "config_file is 3: expected a path"),
         ({"chunk_size": 0}, "chunk_size is 0: expected a whole number of at least 1"),
         ({"weights_fingerprint": "text:"}, "weights_fingerprint is 'text:': expected sampled, full or text:<your own name of the weights>"),
         ({"arena": {"max_bytes": "8G"}}, "arena.max_bytes is '8G': expected GiB (1024) or GB (1000) as the unit"),

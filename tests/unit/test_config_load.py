@@ -164,6 +164,20 @@ def test_the_file_is_named_by_argument_then_mapping_then_variable(file, tmp_path
     assert load_config(env=env).chunk_size == 1
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"env": {"LMCACHE_ASYNC_CONFIG_FILE": "~/kv.yaml"}},
+        {"env": {}, "extra": {"config_file": "~/kv.yaml"}},
+    ],
+)
+def test_the_home_directory_is_expanded_in_the_name_of_the_file(tmp_path, monkeypatch, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "kv.yaml").write_text("chunk_size: 128")
+
+    assert load_config(**named).chunk_size == 128
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "arena:\nstore: {}\n", "---\n"])
 def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path, text):
     path = tmp_path / "kv.yaml"
