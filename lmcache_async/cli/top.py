@@ -123,22 +123,24 @@ def top_command(
 ) -> None:
     """Show hits by tier, transfer rates, queues, leases, breakers and recent requests, until Ctrl-C.
 
-    Exits with 1 if the endpoint does not answer the first request (with --json any request), with 2 if it rejects
-    the request or an option is invalid. docs/status.md describes how to enable the endpoint.
+    Exits with 1 if the endpoint does not answer the first request (with --json or without a terminal any request),
+    with 2 if it rejects the request or an option is invalid. docs/status.md describes how to enable the endpoint.
     """
     console = Console(highlight=False)
     try:
         client = StatusClient(url, token=token, token_file=token_file)
         status = client.read()
-        if as_json:
-            say(json.dumps(status, separators=(",", ":")))
-            while not once:
-                time.sleep(interval)
-                say(json.dumps(client.read(), separators=(",", ":")))
-        elif once:
-            console.print(_drawn(client, status, console.width))
-        else:
+        if console.is_terminal and not (console.is_dumb_terminal or once or as_json):
             watch(client, status, console, lambda: time.sleep(interval))
+        while True:
+            if as_json:
+                say(json.dumps(status, separators=(",", ":")))
+            else:
+                console.print(_drawn(client, status, console.width))
+            if once:
+                break
+            time.sleep(interval)
+            status = client.read()
     except TierUnavailableError as error:
         refuse(error, PROBLEM)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -127,9 +128,6 @@ def test_watching_continues_until_interrupted(monkeypatch: pytest.MonkeyPatch) -
         status = client.read()
         with pytest.raises(KeyboardInterrupt):
             watch(client, status, console, lambda: next(steps)())
-        monkeypatch.setattr(top, "watch", lambda *_: interrupt())
-        monkeypatch.setattr(StatusClient, "read", lambda self: status)
-        assert call(engine.url) == (0, ""), "Ctrl-C is a normal end"
         monkeypatch.setattr(StatusClient, "read", lambda self: status | {"tiers": [{"chunks": "some"}]})
         with pytest.raises(ConfigError, match="has the format of another version"):
             watch(client, status, console, lambda: None)
@@ -137,6 +135,18 @@ def test_watching_continues_until_interrupted(monkeypatch: pytest.MonkeyPatch) -
     shown = console.file.getvalue()
     assert "request-7" in shown
     assert "the status shown is old" in shown.partition("request-7")[2]
+
+
+def test_without_a_terminal_each_status_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = iter(["first", "second"])
+    steps = iter([lambda: None, interrupt])
+    monkeypatch.setattr(StatusClient, "read", lambda self: BUSY | {"title": next(titles)})
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=lambda _: next(steps)()))
+
+    code, shown = call("127.0.0.1:1")
+
+    assert code == 0, "Ctrl-C is a normal end"
+    assert re.findall("first|second", shown) == ["first", "second"]
 
 
 CALLS = {"in_flight": 0, "errors": 0}
