@@ -29,7 +29,6 @@ from lmcache_async.hashing.namespace import namespace_id
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.instrument import Instrument, LogInstrument
-from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.batch import Batch, Request, RetrieveRequest, StoreRequest
 from lmcache_async.pipeline.report import BatchStored, Drops
@@ -78,10 +77,8 @@ class CacheEngine:
         self._engine_root = self.namespace.root()
         self.metrics = parts.stack.metrics
         self.metrics.sources.append(lambda out: self.statistics().add_to(out))
-        if config.http.listen is not None:
-            self.metrics.recent = RecentRequests()
         self._parts = parts
-        self._instruments = (self.metrics, *instruments)
+        self._instruments: tuple[Instrument, ...] = (self.metrics, *instruments)
         self._closed = False
         self._clears = 0  # running calls of `clear`
         self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the future of a call's end
@@ -154,6 +151,7 @@ class CacheEngine:
             async with contextlib.AsyncExitStack() as page:
                 if config.http.listen is not None:
                     source = EngineSource(config, namespace, engine.metrics, engine.statistics)
+                    engine._instruments += (source.recent,)
                     number = replica * namespace.world_size + namespace.rank
                     server = await page.enter_async_context(status_server(source, config.http, rank=number))
                     engine.status_url = server.url

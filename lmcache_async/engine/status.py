@@ -11,6 +11,7 @@ from lmcache_async.engine.metrics import EngineStatistics
 from lmcache_async.hashing import Namespace
 from lmcache_async.metrics.charts import Chart, Sample, Series, gauge_values, page_head, rates, shares
 from lmcache_async.metrics.metrics import EngineMetrics
+from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.metrics.samples import exposition
 from lmcache_async.tiers.middleware.base import LayerStatistics
 from lmcache_async.tiers.middleware.breaker import BreakerStatistics
@@ -21,7 +22,11 @@ _LOCAL = "vLLM itself"
 
 
 class EngineSource:
-    """Data of an engine for the status page, `lmcache-async top` and Prometheus."""
+    """Data of an engine for the status page, `lmcache-async top` and Prometheus.
+
+    Attributes:
+        recent: Recent requests, an instrument of the engine.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class EngineSource:
         self._metrics = metrics
         self._statistics = statistics
         self._opened = time.time()
+        self.recent = RecentRequests()
 
     def sample(self) -> Sample:
         statistics, metrics = self._statistics(), self._metrics
@@ -102,7 +108,7 @@ class EngineSource:
                 "late_calls": statistics.late_calls,
             },
             "tiers": [_tier(tier, statistics, metrics) for tier in statistics.tiers],
-            "recent": [] if metrics.recent is None else metrics.recent.as_list(),
+            "recent": self.recent.as_list(),
         }
 
     def metrics(self) -> bytes:

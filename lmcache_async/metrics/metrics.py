@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lmcache_async.metrics.instrument import Instrument
-from lmcache_async.metrics.requests import RecentRequests
 from lmcache_async.metrics.samples import Labels, Samples, Value
 from lmcache_async.metrics.series import CALL_BUCKETS_S, SERIES
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
@@ -136,7 +135,6 @@ class EngineMetrics(Metrics, Instrument):
     """Metrics of an engine, of its tiers and of their calls.
 
     Attributes:
-        recent: Recent requests for the status page; None if there is no page.
         changed: Called after each store and retrieve; None for no call.
         prompt_tokens: Tokens of all prompts; of a request without a plan, the tokens of its retrieve.
         local_tokens: Of these, tokens that the inference server had itself.
@@ -145,7 +143,6 @@ class EngineMetrics(Metrics, Instrument):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recent: RecentRequests | None = None
         self.changed: Callable[[], None] | None = None
         self.prompt_tokens = 0
         self.local_tokens = 0
@@ -196,8 +193,6 @@ class EngineMetrics(Metrics, Instrument):
         self.stored_bytes.value += report.bytes
         self.store_seconds.observe(report.seconds)
         self.copy_seconds.observe(report.copy_seconds)
-        if self.recent is not None:
-            self.recent.stored(request_id, report)
         self._changed()
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
@@ -209,8 +204,6 @@ class EngineMetrics(Metrics, Instrument):
         self.retrieve_seconds.observe(report.seconds)
         if hash(request_id) not in self._planned:
             self.prompt_tokens += report.asked_tokens
-        if self.recent is not None:
-            self.recent.retrieved(request_id, report)
         self._changed()
 
     def planned(self, plan: RequestPlan) -> None:
@@ -222,8 +215,6 @@ class EngineMetrics(Metrics, Instrument):
             self._planned.move_to_end(hash(plan.request_id))
             if len(self._planned) > MAX_PLANNED:
                 self._planned.popitem(last=False)
-        if self.recent is not None:
-            self.recent.planned(plan)
 
     def _changed(self) -> None:
         if self.changed is not None:

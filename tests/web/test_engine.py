@@ -74,8 +74,6 @@ async def test_without_http_listen_nothing_is_served() -> None:
     rig = Rig()
     async with rig.open() as engine:
         assert engine.status_url is None
-        await engine.store(TOKENS, list(range(40)))
-        assert engine.metrics.recent is None
 
 
 def test_a_missing_aiohttp_is_reported_with_the_extra() -> None:

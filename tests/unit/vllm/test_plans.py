@@ -48,17 +48,17 @@ def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) 
     simulators.settle(sim)
     sim.add("second", tokens, max_tokens=2)
     sim.run()
-    ranks = [engine_of(rank).metrics for rank in sim.ranks]
-    simulators.until(lambda: all(len(metrics.recent.as_list()) == 2 for metrics in ranks))
+    pages = [StatusClient(engine_of(rank).status_url) for rank in sim.ranks]
+    simulators.until(lambda: all(len(page.read()["recent"]) == 2 for page in pages))
 
-    status = StatusClient(engine_of(sim.ranks[0]).status_url).read()
+    status = pages[0].read()
     assert [each["plan"]["decided"] for each in status["recent"]] == ["load", "miss"]
     assert status["totals"]["loaded_bytes"] > 0
-    for metrics in ranks:
-        second, first = metrics.recent.as_list()
+    for rank, page in zip(sim.ranks, pages, strict=True):
+        second, first = page.read()["recent"]
         assert first["plan"]["decided"] == "miss"
         assert second["plan"]["decided"] == "load"
         assert second["plan"]["prompt_tokens"] == 200
         assert second["plan"]["load_tokens"] > 0
         assert second["loaded"]["tokens"] >= second["plan"]["load_tokens"]
-        assert sum(metrics.decided.values()) == 2
+        assert sum(engine_of(rank).metrics.decided.values()) == 2
