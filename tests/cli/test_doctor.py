@@ -157,7 +157,7 @@ app(["doctor"])
 )
 def test_the_command_ends_although_a_check_hangs(arguments, status, line):
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=250
     )
 
     assert ran.returncode == status

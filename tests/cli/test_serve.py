@@ -20,7 +20,7 @@ def test_the_ready_line_is_json():
                 assert process.stdout is not None
                 ready = json.loads(process.stdout.readline())
                 process.send_signal(signal.SIGTERM)
-                rest, _ = process.communicate(timeout=60)
+                rest, _ = process.communicate(timeout=250)
             finally:
                 process.kill()
 

@@ -104,7 +104,7 @@ class Serving:
         return self._request(path, b"")
 
     def _request(self, path: str, body: bytes | None) -> str:
-        with urllib.request.urlopen(self.url + path, data=body, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, data=body, timeout=DEADLINE_S) as answer:
             text = answer.read()
         assert isinstance(text, bytes)
         return text.decode()

@@ -137,7 +137,7 @@ def test_a_config_is_read_once(root, tmp_path, caplog):
 def test_closed_standard_streams_do_not_matter(root):
     command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
 
-    ran = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=120)
+    ran = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=250)
 
     assert ran.returncode == 0
 
@@ -147,7 +147,7 @@ def test_output_that_cannot_be_written_is_an_error(root):
 
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
-            command, check=False, timeout=120, stdout=full, stderr=subprocess.PIPE, text=True
+            command, check=False, timeout=250, stdout=full, stderr=subprocess.PIPE, text=True
         )
 
     assert (ran.returncode, ran.stderr) == (2, "the output cannot be written: No space left on device\n")
@@ -159,7 +159,7 @@ def test_a_closed_pipe_ends_the_command_without_a_message(root):
     os.close(read_end)
 
     ran = subprocess.run(
-        command, check=False, timeout=120, stdout=write_end, stderr=subprocess.PIPE, text=True
+        command, check=False, timeout=250, stdout=write_end, stderr=subprocess.PIPE, text=True
     )
     os.close(write_end)
 

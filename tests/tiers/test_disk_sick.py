@@ -200,7 +200,7 @@ def test_the_interpreter_ends_although_a_call_is_stuck(tmp_path):
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=250,
         check=True,
     )
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.testing.rig import Rig
 from lmcache_async.types import RequestPlan
+from tests.support import forked_python
 from tests.support.http_client import DEADLINE_S, ask
 
 ON = {"http.listen": "127.0.0.1:0"}
@@ -76,7 +75,7 @@ async def test_without_http_listen_nothing_is_served() -> None:
         assert engine.status_url is None
 
 
-def test_a_missing_aiohttp_is_reported_with_the_extra() -> None:
+def test_a_missing_aiohttp_is_reported_with_the_extra(tmp_path: Path) -> None:
     """In a separate process, because aiohttp is already imported in this one."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
@@ -88,12 +87,12 @@ def test_a_missing_aiohttp_is_reported_with_the_extra() -> None:
         "    print(problems(load_config(env={}, extra={'http.listen': listen}), Registry()))\n"
         "status_server(None, HTTPConfig(listen='127.0.0.1:0'))\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    (tmp_path / "without.py").write_text(code)
 
-    served, unserved = ran.stdout.splitlines()
-    assert "http.listen needs the package aiohttp" in served
-    assert unserved == "[]"
-    assert "MissingDependencyError" in ran.stderr
-    assert "pip install 'lmcache-async[http]'" in ran.stderr
+    ended = forked_python.run("without.py", cwd=tmp_path, path=[Path(__file__).parents[2]])
+
+    assert ended.status == 1
+    assert "http.listen needs the package aiohttp" in ended.output
+    assert "[]" in ended.output.splitlines()
+    assert "MissingDependencyError" in ended.output
+    assert "pip install 'lmcache-async[http]'" in ended.output
