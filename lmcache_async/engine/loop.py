@@ -95,7 +95,7 @@ class LoopThread:
     def close(self, timeout_s: float = 3.0) -> None:
         """Cancel all tasks, wait for them within the deadline and stop the loop. May be called twice.
 
-        Futures of coroutines that did not end in time are cancelled.
+        Futures of coroutines that did not end in time are cancelled. An interrupted call stops the loop at once.
 
         Raises:
             EngineClosedError: The process was forked. The loop of the parent is not affected.
@@ -113,10 +113,11 @@ class LoopThread:
             drained.result(timeout_s + 1.0)
         except (TimeoutError, concurrent.futures.CancelledError):
             drained.cancel()
-        for future in list(self._futures):
-            future.cancel()
-        with contextlib.suppress(RuntimeError):  # the thread has ended meanwhile
-            self._loop.call_soon_threadsafe(self._stop)
+        finally:
+            for future in list(self._futures):
+                future.cancel()
+            with contextlib.suppress(RuntimeError):  # the thread has ended meanwhile
+                self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -135,6 +135,21 @@ def test_waiters_for_a_task_that_does_not_end_are_released():
     gc.collect()  # asyncio reports the pending task here, not at interpreter exit
 
 
+def test_a_close_that_is_interrupted_ends_the_thread_and_can_be_repeated(monkeypatch):
+    loop = LoopThread()
+
+    def interrupted(future, timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures.Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.close()
+    loop.close(LONG_S)
+
+    assert not loop._thread.is_alive()
+
+
 def test_a_closed_loop_raises_and_closes_the_coroutine():
     loop = LoopThread()
     loop.close()
