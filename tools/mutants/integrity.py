@@ -63,8 +63,8 @@ LAYERWISE = (
     Mutation(
         "a layer is not awaited",
         "lmcache_async/integration/vllm/connector.py",
-        "self._guard(lambda: side.wait_for_layer(layer_name), None)",
-        "del side",
+        "_guarded(self.worker, lambda side: side.wait_for_layer(layer_name), None)",
+        "del layer_name",
         ("tests/unit/vllm/test_simulated.py::test_a_hit_has_all_of_a_prompt_that_vllm_can_use",),
     ),
     Mutation(

@@ -29,7 +29,6 @@ from lmcache_async.integration.vllm.events import hit_sources, kv_events
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import LookupAddress, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.metrics import PARTS, LMCacheAsyncPromMetrics, LMCacheAsyncStats
-from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger, NamedHandler
 from lmcache_async.metrics.samples import Samples
 
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
     from lmcache_async.integration.vllm.scheduler import SchedulerConnector
-    from lmcache_async.integration.vllm.worker import RankEngine, WorkerConnector
+    from lmcache_async.integration.vllm.worker import WorkerConnector
 
 T = TypeVar("T")
+SideT = TypeVar("SideT")
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -115,46 +115,40 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                     " vllm.lookup_transport to unix; otherwise remove the other connector (such as NixlConnector)",
                 )
             local = [each.local for each in metadata.values() if isinstance(each, LookupAddress)]
-            self._guard(lambda: side.connect(ranks, local[0] if len(local) == 1 else None), None)
+            _guarded(side, lambda side: side.connect(ranks, local[0] if len(local) == 1 else None), None)
 
     def on_new_request(self, request: Any) -> None:
-        if (side := self.scheduler) is not None:
-            self._guard(lambda: side.on_new_request(request), None)
+        _guarded(self.scheduler, lambda side: side.on_new_request(request), None)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         miss: tuple[int | None, bool] = (0, False)
-        if (side := self.scheduler) is None:
-            return miss
-        return self._guard(lambda: side.match(request, num_computed_tokens), miss)
+        return _guarded(self.scheduler, lambda side: side.match(request, num_computed_tokens), miss)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if (side := self.scheduler) is None:
-            return
-        planned = self._guard(lambda: side.allocated(request, blocks, num_external_tokens), False)
+        planned = _guarded(
+            self.scheduler, lambda side: side.allocated(request, blocks, num_external_tokens), False
+        )
         if num_external_tokens and not planned:
             # vLLM waits for these tokens, so the failure must be reported.
-            self._guard(lambda: side.fail_load(request, blocks), None)
+            _guarded(self.scheduler, lambda side: side.fail_load(request, blocks), None)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
-        if (side := self.scheduler) is None:
-            return hit_sources({}, num_external_tokens, {})
-        nothing: dict[CacheHitSource, int] = {}
-        return self._guard(
-            lambda: hit_sources(
+        return _guarded(
+            self.scheduler,
+            lambda side: hit_sources(
                 side.tokens_by_tier(request, num_external_tokens), num_external_tokens, side.tier_media
             ),
-            nothing,
+            hit_sources({}, num_external_tokens, {}),
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if (side := self.scheduler) is None:
             return StepMetadata()
-        metadata = self._guard(lambda: side.plan_step(scheduler_output), None)
+        metadata = _guarded(side, lambda side: side.plan_step(scheduler_output), None)
         return metadata if metadata is not None else StepMetadata(loads=side.take_loads())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if (side := self.scheduler) is not None:
-            self._guard(lambda: side.update(connector_output), None)
+        _guarded(self.scheduler, lambda side: side.update(connector_output), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -163,35 +157,28 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids  # the block table is read only if something is left to store
-        promise = None
-        if (side := self.scheduler) is not None:
-            promise = self._guard(lambda: side.finished(request), None)
+        promise = _guarded(self.scheduler, lambda side: side.finished(request), None)
         # Blocks that stores still read are pinned by references of our own, so vLLM may release its own.
         return False, promise.params() if promise is not None else None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         nothing: list[KVCacheEvent] = []
-        if (side := self.scheduler) is None:
-            return nothing
-        return self._guard(lambda: kv_events(side.take_chunk_events(), side.tier_media), nothing)
+        return _guarded(
+            self.scheduler, lambda side: kv_events(side.take_chunk_events(), side.tier_media), nothing
+        )
 
     def has_pending_push_work(self) -> bool:
-        side = self.scheduler
-        return side is not None and side.has_work
+        return _guarded(self.scheduler, lambda side: side.has_work, False)
 
     def has_pending_block_frees(self) -> bool:
-        side = self.scheduler
-        return side is not None and self._guard(lambda: side.would_free_blocks, False)
+        return _guarded(self.scheduler, lambda side: side.would_free_blocks, False)
 
     def reset_cache(self) -> bool | None:
-        side = self.scheduler
-
-        def reset() -> bool:
-            if side is not None:
-                side.reset()
+        def reset(side: SchedulerConnector) -> bool:
+            side.reset()
             return True
 
-        return self._guard(reset, False)
+        return self.scheduler is None or _guarded(self.scheduler, reset, False)
 
     # The worker's side.
 
@@ -210,32 +197,28 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if (side := self.worker) is not None and isinstance(connector_metadata, StepMetadata):
-            self._guard(lambda: side.begin_step(connector_metadata), None)
+        if isinstance(connector_metadata, StepMetadata):
+            _guarded(self.worker, lambda side: side.begin_step(connector_metadata), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         del forward_context, kwargs
-        if (side := self.worker) is not None:
-            self._guard(side.start_loads, None)
+        _guarded(self.worker, lambda side: side.start_loads(), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if (side := self.worker) is not None:
-            self._guard(lambda: side.wait_for_layer(layer_name), None)
+        _guarded(self.worker, lambda side: side.wait_for_layer(layer_name), None)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: stores read whole blocks of all layers after the forward."""
 
     def wait_for_save(self) -> None:
-        if (side := self.worker) is not None:
-            self._guard(side.start_stores, None)
+        _guarded(self.worker, lambda side: side.start_stores(), None)
 
     def clear_connector_metadata(self) -> None:
         """Start the stores at the end of a step without a forward pass. For other steps they are started already.
 
         VLLM 0.30 calls wait_for_save only for a step with a forward pass.
         """
-        if (side := self.worker) is not None:
-            self._guard(side.start_stores, None)
+        _guarded(self.worker, lambda side: side.start_stores(), None)
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -263,16 +246,16 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def get_kv_connector_stats(self) -> LMCacheAsyncStats | None:
         parts: list[list[Any]] = []
-        for name, side in self._stats_sources():
-            if samples := self._guard(side.take_stats, Samples()):
+        for name, take in self._stats_sources():
+            if samples := _guarded(take, lambda take: take(), Samples()):
                 parts.append([name, samples.to_plain()])
         return LMCacheAsyncStats({PARTS: parts}) if parts else None
 
-    def _stats_sources(self) -> list[tuple[str, SchedulerConnector | RankEngine]]:
+    def _stats_sources(self) -> list[tuple[str, Callable[[], Samples]]]:
         if self.scheduler is not None:
-            return [("scheduler", self.scheduler)]
+            return [("scheduler", self.scheduler.metrics.take)]
         engines = self.worker.engines if self.worker is not None else ()
-        return [(f"rank {each.rank}", each) for each in engines]
+        return [(f"rank {each.rank}", each.take_stats) for each in engines]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheAsyncStats:
@@ -289,17 +272,19 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return LMCacheAsyncPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for side in (self.scheduler, self.worker):
-            if side is not None:
-                self._guard(side.close, None)
+        _guarded(self.scheduler, lambda side: side.close(), None)
+        _guarded(self.worker, lambda side: side.close(), None)
 
-    def _guard(self, call: Callable[[], T], otherwise: T) -> T:
-        """Return the result of a call, or `otherwise` if it fails."""
-        try:
-            return call()
-        except Exception:  # no request may fail because of the connector
-            logger.exception("an unexpected error of LMCacheAsyncConnector, please report it")
-            return otherwise
+
+def _guarded(side: SideT | None, call: Callable[[SideT], T], otherwise: T) -> T:
+    """Return the result of a call of a side, or `otherwise` if that side is off or the call fails."""
+    if side is None:
+        return otherwise
+    try:
+        return call(side)
+    except Exception:  # no request may fail because of the connector
+        logger.exception("an unexpected error of LMCacheAsyncConnector, please report it")
+        return otherwise
 
 
 def _log_to_vllm() -> None:

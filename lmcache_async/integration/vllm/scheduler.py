@@ -49,7 +49,6 @@ from lmcache_async.integration.vllm.request import (
 )
 from lmcache_async.integration.vllm.versions import loads_in_step, shutdown_timeout_s
 from lmcache_async.logging import LimitedLogger
-from lmcache_async.metrics.samples import Samples
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.types import RequestPlan
@@ -782,10 +781,6 @@ class SchedulerConnector:
         events = list(self._events)
         self._events.clear()
         return events
-
-    def take_stats(self) -> Samples:
-        """get_kv_connector_stats: what was counted since the last call."""
-        return self.metrics.take()
 
     def close(self) -> None:
         self._client.close(min(self.config.shutdown_timeout_s, _CLOSE_S))

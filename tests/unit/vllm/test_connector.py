@@ -122,7 +122,8 @@ def assert_does_nothing(connector: LMCacheAsyncConnector) -> None:
 
 def test_no_failure_of_the_scheduler_of_reaches_vllm(broken: LMCacheAsyncConnector):
     broken.update_state_after_alloc(SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],)), 16)
-    assert broken.get_external_cache_hit_sources(SimpleNamespace(request_id="r"), 16) == {}
+    unknown = {CacheHitSource.EXTERNAL_UNSPECIFIED: 16}
+    assert broken.get_external_cache_hit_sources(SimpleNamespace(request_id="r"), 16) == unknown
     assert_does_nothing(broken)
 
 
