@@ -193,18 +193,13 @@ class Transfers:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def take_copied(self) -> dict[int, int]:
-        """Return the stores that no longer read their blocks, as `copied` of a `WorkerReport`."""
+    def take_report(self, step: int) -> WorkerReport:
+        """Return the progress of stores, and the chunk events, since the last call."""
+        events = self._events.take() if self._events is not None else ()
         with self._lock:
-            copied, self._copied = self._copied, {}
-        return copied
-
-    def take_answered(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the results of stores to be handed over, as `answered` and `unshared` of a `WorkerReport`."""
-        with self._lock:
-            answered, self._answered = self._answered, {}
-            unshared, self._unshared = self._unshared, {}
-        return answered, unshared
+            report = WorkerReport(self._copied, self._answered, self._unshared, events, step)
+            self._copied, self._answered, self._unshared = {}, {}, {}
+        return report
 
     async def clear(self, epoch: int, memory_only: bool) -> int:
         """Clear the cache. Stores planned before `epoch` that arrive later are dropped."""
@@ -691,12 +686,6 @@ class RankEngine:
         """Address of the lookup server over TCP; None if it listens on a unix socket, or is not open."""
         return self.server.tcp_address if self.server is not None else None
 
-    def take_report(self, step: int) -> WorkerReport:
-        """Return the report of a step, with all events since the last call."""
-        transfers = self.transfers
-        events = self._events.take() if self._events is not None else ()
-        return WorkerReport(transfers.take_copied(), *transfers.take_answered(), events, step)
-
     def take_stats(self) -> Samples:
         """get_kv_connector_stats: return the changes of the engine's metrics since the last call."""
         return self._feed.take() if self._feed is not None else Samples()
@@ -873,7 +862,9 @@ class WorkerConnector:
 
     def take_report(self) -> WorkerReport | None:
         step, self._step = self._step, 0
-        report = reduce(WorkerReport.aggregate, [engine.take_report(step) for engine in self.engines])
+        report = reduce(
+            WorkerReport.aggregate, [engine.transfers.take_report(step) for engine in self.engines]
+        )
         return report if report.copied or report.answered or report.events or step else None
 
     def close(self) -> None:
