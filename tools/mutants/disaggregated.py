@@ -85,8 +85,8 @@ DISAGGREGATED = (
     Mutation(
         "disaggregated: a promise is compared with the time to compute",
         "lmcache_async/integration/vllm/load_policy.py",
-        "if not (self._always or promised) and",
-        "if not self._always and",
+        "if promised:",
+        "if False:",
         TEST_PROMISE,
     ),
 )

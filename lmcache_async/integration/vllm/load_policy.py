@@ -215,7 +215,7 @@ class LoadPolicy:
         if hit.tokens <= hit.local_tokens:
             return Decision("local", hit.tokens, LOCAL) if hit.tokens else Decision("miss", 0, NO_PREFIX)
         chosen, times, why = hit.tokens, {hit.tokens: 0.0}, self._forced(promised)
-        if not (self._always or promised) and self.prefill.known:
+        if not why:
             times = {tokens: self._seconds(hit, tokens) for tokens in self._candidates(hit)}
             best = min(times, key=lambda tokens: (times[tokens], -tokens))
             if times[best] < (1 - MIN_GAIN) * times[hit.tokens]:

@@ -267,6 +267,7 @@ class RequestTracker:
     Attributes:
         stores: The request may still be stored.
         hands_over: Another vLLM continues the request.
+        local_tokens: Leading tokens that vLLM found in its own prefix cache, in whole blocks.
         is_loading: VLLM waits for a load.
         load_failed: A load of the current lookup failed.
     """
@@ -296,7 +297,7 @@ class RequestTracker:
         self._repeated = False
         self._promise_until: float | None = None  # on the monotonic clock, from the first lookup on
         self._keys_until: float | None = None
-        self._local_tokens = 0
+        self.local_tokens = 0
         self._layerwise = False
         self.is_loading = False
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
@@ -344,26 +345,21 @@ class RequestTracker:
         return lambda: not self._ended and self._request.num_preemptions == preemptions
 
     @property
-    def local_tokens(self) -> int:
-        """Leading tokens that vLLM found in its own prefix cache, in whole blocks."""
-        return self._local_tokens
-
-    @property
     def loaded_by_another(self) -> bool:
         """Whether another connector of a MultiConnector loads tokens in the first step after `local_found`."""
-        return not self.is_loading and self._request.num_computed_tokens > self._local_tokens
+        return not self.is_loading and self._request.num_computed_tokens > self.local_tokens
 
     def shares(self, other: RequestTracker, start: int) -> bool:
         """Return whether the prefix that vLLM has for this request may include the block of `other` after `start` tokens."""
         stop = start + self._policy.groups.block_size
-        return self._local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
+        return self.local_tokens > start and self.keys.source[start:stop] == other.keys.source[start:stop]
 
     def tokens_by_tier(self, num_tokens: int) -> Mapping[str, int]:
         """The tier of each of the `num_tokens` tokens after the local ones: numbers of tokens by tier id."""
         answer = self._lookup.answer if self._lookup is not None else None
         if answer is None:
             return {}
-        first = self._local_tokens
+        first = self.local_tokens
         return answer.tokens_by_tier(first, first + num_tokens, self._policy.chunk_size)
 
     # Lookup
@@ -391,13 +387,13 @@ class RequestTracker:
 
     def local_found(self, local_tokens: int) -> None:
         """Record that vLLM found `local_tokens` leading tokens in its own prefix cache."""
-        self._local_tokens = local_tokens
+        self.local_tokens = local_tokens
 
     @property
     def local_suffices(self) -> bool:
         """Whether vLLM has every token of the request that it can use from a cache."""
         unit = self._policy.groups.block_size
-        return self._local_tokens >= (self.num_tokens - 1) // unit * unit
+        return self.local_tokens >= (self.num_tokens - 1) // unit * unit
 
     def waits_for_keys(self, now: float, *, connected: bool) -> bool:
         """Return whether vLLM has to ask again, because the request is to be handed over and has no keys yet.
@@ -443,7 +439,7 @@ class RequestTracker:
             return Offer(0, late=late)
         self._repeated = False
         hit = self._tokens_worth_loading(state, state.answered)
-        external = max(0, hit - self._local_tokens)
+        external = max(0, hit - self.local_tokens)
         # One token must be left to compute in the same step.
         fits = hit < self.num_tokens and external <= self._policy.layerwise_tokens
         self._layerwise = state.answered.answer.resident and fits
@@ -462,23 +458,23 @@ class RequestTracker:
 
     def _may_wait(self, state: _LookupState, now: float) -> bool:
         lookup = state.lookup
-        if lookup.promise is not None and lookup.wait_s and self._local_tokens >= lookup.promise.tokens:
+        if lookup.promise is not None and lookup.wait_s and self.local_tokens >= lookup.promise.tokens:
             return False  # vLLM has the promised tokens itself
         return now - lookup.asked_at < self._policy.lookup_timeout_s + lookup.wait_s
 
     def _tokens_worth_loading(self, state: _LookupState, answered: AnsweredLookup) -> int:
         """Return the number of leading tokens worth loading. It is decided anew when the number of local tokens changes."""
-        if state.decision is None or state.decision_local != self._local_tokens:
+        if state.decision is None or state.decision_local != self.local_tokens:
             answer = answered.answer
             hit = Hit(
                 answer.costs,
                 answer.hit_tokens(self._policy.chunk_size),
-                self._local_tokens,
+                self.local_tokens,
                 self.num_tokens,
                 divisible=answer.boundary is None,
             )
             state.decision = self._policy.decide(self.request_id, hit, promised=answered.promise_matches)
-            state.decision_local = self._local_tokens
+            state.decision_local = self.local_tokens
         return state.decision.tokens
 
     # Admission and loads
@@ -495,7 +491,7 @@ class RequestTracker:
         plan = RequestPlan(
             request_id=self.request_id,
             prompt_tokens=self.num_tokens,
-            local_tokens=self._local_tokens,
+            local_tokens=self.local_tokens,
             hit_tokens=hit,
             load_tokens=load_tokens,
             decided=decided,
@@ -504,7 +500,7 @@ class RequestTracker:
         return Admission(
             self._result(state, hit),
             plan,
-            self.tokens_by_tier(min(hit, self.num_tokens) - self._local_tokens),
+            self.tokens_by_tier(min(hit, self.num_tokens) - self.local_tokens),
             self.tokens_by_tier(load_tokens),
             first,
         )
@@ -523,15 +519,15 @@ class RequestTracker:
         if state is None or state.answer is None:
             raise RuntimeError(f"{load_tokens} tokens of request {self.request_id} were never offered")
         self.is_loading, self._load_lookup = True, state
-        hit = self._local_tokens + load_tokens
-        return LoadSpan(self._local_tokens, hit, state.answer, self._layerwise)
+        hit = self.local_tokens + load_tokens
+        return LoadSpan(self.local_tokens, hit, state.answer, self._layerwise)
 
     def load_impossible(self) -> LoadSpan | None:
         """Return a load that fails, because vLLM waits for a load that cannot be planned; None if one is running already."""
         if self.is_loading:
             return None
         self.is_loading, self._load_lookup = True, self._lookup
-        return LoadSpan(self._local_tokens, self._local_tokens, None, self._layerwise)
+        return LoadSpan(self.local_tokens, self.local_tokens, None, self._layerwise)
 
     def load_tokens_failed(self, first_token: int) -> bool:
         """Record that tokens from `first_token` on were not loaded. vLLM computes them, and they are stored again.
@@ -556,13 +552,13 @@ class RequestTracker:
             return None
         if state.answer is None:
             return "late" if state.timed_out else "unneeded"
-        return "hit" if min(hit_tokens, self.num_tokens) > self._local_tokens else "miss"
+        return "hit" if min(hit_tokens, self.num_tokens) > self.local_tokens else "miss"
 
     def _decision(self, state: _LookupState | None) -> tuple[Decided, str]:
         if not self.looks_up:
             return "off", "nothing is looked up for this request"
         if self.local_suffices:
-            if not self._local_tokens:
+            if not self.local_tokens:
                 return "miss", "the prompt is too short: a hit is at least one block"
             return "local", "vLLM has every cached token that it can use"
         if state is None or state.answer is None:
@@ -635,7 +631,7 @@ class RequestTracker:
             return 0
         size = self._policy.chunk_size
         shared = answer.chunks * size
-        return shared if shared > max(answer.hit_tokens(size), self._local_tokens) else 0
+        return shared if shared > max(answer.hit_tokens(size), self.local_tokens) else 0
 
     def states_offered(self, boundaries: Iterable[int]) -> None:
         """Record the numbers of tokens after which vLLM has the recurrent states, for the stores of this step only."""
@@ -721,7 +717,7 @@ class RequestTracker:
         keys = self.keys
         # VLLM does not invalidate its own prefix cache when it loads an adapter again. Without keys this is not known yet.
         stale = keys.adapter_changed or (keys.adapter is not None and not keys.opened)
-        return self.stores and not self.is_loading and not keys.failed and not (stale and self._local_tokens)
+        return self.stores and not self.is_loading and not keys.failed and not (stale and self.local_tokens)
 
     def _due_boundaries(self, computed_tokens: int) -> list[int]:
         if not self._may_store_now:
