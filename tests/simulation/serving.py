@@ -29,7 +29,8 @@ from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, aban
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
 from tests.simulation.tiers import Backend, tier_over
-from tests.support.vllm_simulator import VOCABULARY, Setup, SimulatedVLLM, next_token, value_after
+from tests.support.vllm_simulator import Setup, SimulatedVLLM, scheduler_of
+from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
 
 
 @contextlib.asynccontextmanager
@@ -142,6 +143,8 @@ class Serving(Simulation):
         )
         registry = FakeRegistry(tiers={"simulated": tier_over(self._backend)})
         self._registry = registry
+        overlapped, stages = self.rng.random() < 0.5, self.rng.choice((1, 1, 2, 3))
+        multi = self.rng.random() < 0.3
         self._setup = Setup(
             folder=folder / "model",
             options=self._options(folder),
@@ -150,15 +153,15 @@ class Serving(Simulation):
             max_num_batched_tokens=self.rng.choice((64, 256)),
             max_num_seqs=self.rng.choice((2, 8)),
             prefix_caching=self.rng.random() < 0.7,
-            overlapped=self.rng.random() < 0.5,
+            overlapped=overlapped,
+            stages=stages,
+            by_priority=self.rng.random() < 0.3,
+            multi=multi,
+            others=(another_connector(seed, sync_failures=not overlapped and stages == 1),) if multi else (),
         )
         # VLLM's initialization of a process is done now.
         SimulatedVLLM(Setup(folder=folder / "first", options=None))
-        roots = [self._tokens(200) for _ in range(3)]
-        self._prompts = [
-            self.rng.choice(roots)[: self.rng.randrange(1, 200)] + self._tokens(self.rng.choice((0, 1, 40)))
-            for _ in range(6)
-        ]
+        self._prompts = list(related_prompts(self.rng, num_tokens=200, count=6).values())
 
     def live(self) -> None:
         loop = new_loop(self.rng, self.trace, start=self.now, thread_delay=self._injector.thread_delay)
@@ -200,46 +203,31 @@ class Serving(Simulation):
             file.chmod(0o600)
         return {name: str(file) for name, file in files.items()} | {"hash_algorithm": "sha256"}
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
-
     async def _live(self, loop: SimulatedLoop) -> None:
         self.counts["start"] += 1
         self._injector.start()
         network = Network(loop, self.rng, cut=self._injector.odds.error)
         async with open_vllm(self._setup, self._registry, loop, network) as (sim, engines):
-            asked = await self._serve(sim, self.rng.randint(20, 200))
+            traffic = Traffic(sim, self.rng, self._prompts)
+            await self._serve(traffic, self.rng.randint(20, 200))
             self._injector.stop()
             network.reliable = True
+            traffic.resume()
             await self._finish(sim, loop)
-            for name, (tokens, count) in asked.items():
-                if sim.finish_reasons[name] != "abort" and sim.outputs[name] != _expected(tokens, count):
-                    raise Violation(f"request {name} has another answer than it should")
+            traffic.check()
             await self._check(sim, engines, loop.time() + SETTLE_S + (PIN_TTL_S if network.has_cut else 0.0))
         if loop.unhandled:
             raise Violation(f"error reported to the event loop only: {loop.unhandled[0]}")
 
-    async def _serve(self, sim: SimulatedVLLM, turns: int) -> dict[str, tuple[list[int], int]]:
-        """Add and abort requests while vLLM steps. Return prompt and number of tokens of each request."""
-        asked: dict[str, tuple[list[int], int]] = {}
+    async def _serve(self, traffic: Traffic, turns: int) -> None:
+        """Let vLLM step while requests are added and other events happen."""
         for _ in range(turns):
             self.step += 1
-            chance = self.rng.random()
-            if chance < 0.2:
-                name = f"r{len(asked)}"
-                asked[name] = (self.rng.choice(self._prompts), self.rng.choice((1, 3, 20)))
-                sim.add(name, asked[name][0], max_tokens=asked[name][1])
-                self.note(f"add {name}")
-            elif chance < 0.23 and (running := [name for name in asked if name not in sim.finish_reasons]):
-                sim.abort(running[0])
-                self.note(f"abort {running[0]}")
-            elif chance < 0.27:
-                sim.scheduler.reset_prefix_cache(reset_connector=self.rng.random() < 0.2)
-                self.note("reset")
-            sim.step()
+            if event := traffic.event():
+                self.note(event)
+            traffic.sim.step()
             # A step of vLLM, or a pause in which a store or a lookup can end.
             await asyncio.sleep(2e-3 * self.rng.random() if self.rng.random() < 0.8 else 0.05)
-        return asked
 
     async def _finish(self, sim: SimulatedVLLM, loop: SimulatedLoop) -> None:
         start = loop.time()
@@ -254,7 +242,7 @@ class Serving(Simulation):
     async def _check(self, sim: SimulatedVLLM, engines: list[CacheEngine], deadline: float) -> None:
         """Check that neither vLLM's block pool nor an engine holds anything."""
         loop = asyncio.get_running_loop()
-        side = sim.connector.scheduler
+        side = scheduler_of(sim)
         free = sim.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if (side.has_work, side.num_requests, free) != (False, 0, self._setup.num_blocks - 1):
             raise Violation(f"vLLM is idle, but {self._setup.num_blocks - 1 - free} blocks are held")
@@ -275,17 +263,6 @@ def _held(engine: CacheEngine) -> str:
             f"{leased} slabs are leased, {found.running} calls run, {found.pinned_chunks} chunks are pinned"
         )
     return ""
-
-
-def _expected(tokens: list[int], count: int) -> list[int]:
-    value = 0
-    for token in tokens:
-        value = value_after(value, token)
-    found: list[int] = []
-    for _ in range(count):
-        found.append(next_token(value))
-        value = value_after(value, found[-1])
-    return found
 
 
 simulate_serving = functools.partial(run_simulation, Serving)

@@ -36,6 +36,8 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -89,6 +91,8 @@ class Setup:
         folder: Directory for the model's config file.
         options: The connector's kv_connector_extra_config; None for no connector.
         overlapped: A step is scheduled while the previous one still runs, as on GPUs.
+        stages: Pipeline stages. As many steps are in flight, as with asynchronous scheduling or without it.
+        by_priority: vLLM schedules requests by their priority, and preempts those of the lowest one.
         multi: The connector is a child of vLLM's MultiConnector.
         others: `kv_transfer_config` of the children before it.
         split_heads: The ranks divide the KV heads, and the values of a head are those of no other. Otherwise each rank
@@ -109,6 +113,8 @@ class Setup:
     kv_role: str = "kv_both"
     prefix_caching: bool = True
     overlapped: bool = False
+    stages: int = 1
+    by_priority: bool = False
     kv_events: bool = False
     multi: bool = False
     others: tuple[Mapping[str, Any], ...] = ()
@@ -163,6 +169,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=setup.overlapped,
+            policy="priority" if setup.by_priority else "fcfs",
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
@@ -171,6 +178,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
         else None,
     )
     config.scheduler_config.async_scheduling = setup.overlapped  # vLLM's CPU platform turns it off
+    config.parallel_config.pipeline_parallel_size = setup.stages  # a rank runs all stages of a step at once
     if setup.drafts:
         config.speculative_config = SpeculativeConfig(
             method="ngram",
@@ -345,6 +353,37 @@ def value_after(value: int, token: int) -> int:
     return zlib.crc32(token.to_bytes(8, "little", signed=True), value) & 0x3FFFFF
 
 
+class EncodedRequest(Request):  # type: ignore[misc]
+    """A request whose images are encoded already."""
+
+    @property
+    def num_encoder_inputs(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Placeholder tokens of an image in a prompt. `identifier` names the content."""
+
+    start: int
+    length: int
+    identifier: str
+
+
+def inputs_of(request: Request) -> list[int]:
+    """Return what the model reads at each position of a request: the token, or a number for a part of an image."""
+    inputs = list(request.all_token_ids)
+    for feature in request.mm_features:
+        place, part = feature.mm_position, zlib.crc32(feature.identifier.encode())
+        inputs[place.offset : place.offset + place.length] = range(part, part + place.length)
+    return inputs
+
+
+def first_value(request: Request) -> int:
+    """Return the value before the first position of a request, which depends on its adapter."""
+    return zlib.crc32(request.lora_request.lora_name.encode()) & 0x3FFFFF if request.lora_request else 0
+
+
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     chosen = random.Random(seed)
     return [chosen.randrange(VOCABULARY) for _ in range(num_tokens)]
@@ -371,6 +410,7 @@ class SimulatedVLLM:
         cached_tokens: Prompt tokens that vLLM did not compute, by request: (prefix cache, connector).
         computed_tokens: Tokens computed in all steps; hits reduce it.
         connector_stats: The connector's statistics for vLLM's metrics, one entry for each step that had any.
+        before_report: Called once, between the next step and the report of its results to the scheduler.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -400,6 +440,7 @@ class SimulatedVLLM:
         self._aggregator = KVOutputAggregator(setup.ranks)
         self._block_hasher = get_request_block_hasher(hash_block_size, sha256)
         self._values: dict[str, list[int]] = {}
+        self._first_values: dict[str, int] = {}
         self._tokens: dict[str, list[int]] = {}
         self._block_tables: dict[str, list[list[int]]] = {}
         self._last_work: dict[str, Work] = {}
@@ -412,6 +453,7 @@ class SimulatedVLLM:
         self.computed_tokens = 0
         self.connector_stats: list[dict[str, Any]] = []
         self.preemptions = 0
+        self.before_report: Callable[[], object] | None = None
 
     def _shake_hands(self) -> None:
         """Pass on what the workers tell the scheduler. Only a single worker runs in the scheduler's process."""
@@ -434,24 +476,59 @@ class SimulatedVLLM:
         max_tokens: int = 4,
         params: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
-    ) -> None:
+        stop_token: int | None = None,
+        adapter: LoRARequest | None = None,
+        images: Sequence[Image] = (),
+        priority: int = 0,
+        resumable: bool = False,
+    ) -> Request:
+        """Add a request and return it. An earlier request with this id must have ended.
+
+        A resumable request is a session: it waits for `extend` after its answer.
+        """
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
+            stop_token_ids=[] if stop_token is None else [stop_token],
             extra_args={"kv_transfer_params": dict(params)} if params else None,
         )
-        request = Request(
+        request = EncodedRequest(
             request_id=request_id,
             prompt_token_ids=list(tokens),
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=cache_salt,
+            lora_request=adapter,
+            priority=priority,
+            resumable=resumable,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    None, "image", image.identifier, PlaceholderRange(image.start, image.length)
+                )
+                for image in images
+            ],
             block_hasher=self._block_hasher,
         )
-        self._tokens[request_id] = list(tokens)
+        self._tokens[request_id] = inputs_of(request)
         self._values[request_id] = []
+        self._first_values[request_id] = first_value(request)
         self.outputs[request_id] = []
+        self.finish_reasons.pop(request_id, None)
         self.scheduler.add_request(request)
+        return request
+
+    def extend(self, request_id: str, tokens: Sequence[int], *, max_tokens: int = 4) -> None:
+        """Give a session that has answered further tokens, or end it if there are none.
+
+        VLLM discards the last token of the answer, which was not computed.
+        """
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        update = EncodedRequest(request_id, list(tokens), sampling, None, resumable=bool(tokens))
+        self.scheduler.add_request(update)
+        if tokens:
+            session = self.scheduler.requests[request_id]
+            self._tokens[request_id] = inputs_of(session)
+            del self._values[request_id][session.num_computed_tokens :]
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -465,7 +542,8 @@ class SimulatedVLLM:
         """Schedule one step and run the oldest one."""
         output = self.scheduler.schedule()
         self._queue.append(Step(output, self._work_of(output)))
-        depth = 2 if self.setup.overlapped and output.total_num_scheduled_tokens else 1
+        in_flight = max(self.setup.stages, 1 + self.setup.overlapped)
+        depth = in_flight if output.total_num_scheduled_tokens else 1
         while len(self._queue) >= depth and self._queue:
             self._run(self._queue.popleft())
 
@@ -511,6 +589,9 @@ class SimulatedVLLM:
     def _run(self, step: Step) -> None:
         outputs = self._run_ranks(step)
         merged = self._aggregator.aggregate(outputs) if self.connector is not None else outputs[0]
+        if (call := self.before_report) is not None:
+            self.before_report = None
+            call()
         results = self.scheduler.update_from_output(step.output, merged)
         for engine_outputs in results.values():
             told = engine_outputs.scheduler_stats
@@ -527,6 +608,11 @@ class SimulatedVLLM:
                         stats.num_local_cached_tokens,
                         stats.num_external_cached_tokens,
                     )
+        for (
+            request_id
+        ) in step.work:  # the scheduler drops the token of a step before which it preempted the request
+            if (request := self.scheduler.requests.get(request_id)) is not None:
+                del self._tokens[request_id][request.num_tokens :]
         if self.setup.drafts and not self.setup.overlapped:  # otherwise the scheduler adds them itself
             drafts = [[0] * self.setup.drafts for _ in step.work]
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(step.work), drafts))
@@ -576,7 +662,7 @@ class SimulatedVLLM:
                 self._last_work[request_id] = replace(work, previous=None)
             while len(values) < work.end:
                 token = tokens[len(values)] if len(values) < len(tokens) else next_token(values[-1])
-                values.append(value_after(values[-1] if values else 0, token))
+                values.append(value_after(values[-1] if values else self._first_values[request_id], token))
             self.computed_tokens += work.stop - work.start
         for layer, group in enumerate(self.setup.layers.values() if step.work else ()):
             for rank in self.ranks:
@@ -702,8 +788,8 @@ def engines_of(sim: SimulatedVLLM) -> list[Any]:
     return [each.engine for each in rank_engines_of(sim)]
 
 
-def expected(tokens: list[int], max_tokens: int) -> list[int]:
-    value = 0
+def expected(tokens: Sequence[int], max_tokens: int, value: int = 0) -> list[int]:
+    """The answer to a prompt. `value` is that before the first position; see `first_value`."""
     for token in tokens:
         value = value_after(value, token)
     result = []

@@ -32,6 +32,7 @@ from tests.support.vllm_simulator import (
     prompt,
     scheduler_of,
 )
+from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
 
 MODELS = {
     "full": (KVGroup(0, 16),),
@@ -298,6 +299,28 @@ def test_a_request_aborted_during_its_prefill_stores_its_computed_chunks(simulat
     assert sim.outputs["warm"] == expected(tokens, 4)
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["sync", "async"])
+def test_a_streaming_session_is_neither_loaded_nor_stored(simulators: Simulators, overlapped: bool):
+    """VLLM revokes the last token of each answer."""
+    sim, tokens = simulators.stored(overlapped=overlapped)
+    more = prompt(100, seed=1)
+    turns = [expected(tokens, 4)]
+    whole = tokens + turns[0][:-1] + more
+    turns.append(expected(whole, 4))
+
+    sim.add("session", tokens, resumable=True)
+    for further in (more, []):
+        sim.run()
+        sim.extend("session", further)
+    simulators.settle(sim)
+    sim.add("after", whole)
+    sim.run()
+
+    assert sim.outputs["session"] == turns[0] + turns[1]
+    assert [sim.cached_tokens[name][1] for name in ("session", "after")] == [0, 288]
+    assert sim.outputs["after"] == turns[1]
+
+
 @pytest.mark.parametrize("layerwise", ["auto", "never"])
 @pytest.mark.parametrize("hit_chunks", [0, 1, 3])
 @pytest.mark.parametrize(
@@ -523,6 +546,9 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, mode
     chosen = random.Random(number * len(MODELS) + list(MODELS).index(model))
     groups = MODELS[model]
     shards = 2 if chosen.random() < 0.3 and not any(group.state for group in groups) else None
+    overlapped, stages = chosen.random() < 0.5, chosen.choice([1, 1, 2, 3])
+    multi = model == "full" and shards is None and chosen.random() < 0.5
+    another = another_connector(number, sync_failures=not overlapped and stages == 1)
     sim = simulators(
         {
             "chunk_size": chosen.choice([32, 64]),
@@ -533,35 +559,33 @@ def test_any_mix_gives_every_request_its_own_answer(simulators: Simulators, mode
             "vllm.layerwise_max_tokens": chosen.choice([100, 16384]),
             "vllm.kv_head_shards": shards,
         },
-        groups=groups,
+        groups=() if multi else groups,
         num_blocks=chosen.choice([24, 40, 200]) * len(groups),
         ranks=chosen.choice([1, 2]),
-        overlapped=chosen.random() < 0.5,
+        overlapped=overlapped,
+        stages=stages,
+        by_priority=chosen.random() < 0.3,
         max_num_batched_tokens=chosen.choice([64, 256]),
         max_num_seqs=chosen.choice([2, 8]),
         prefix_caching=chosen.random() < 0.5,
         split_heads=shards is not None,
+        multi=multi,
+        others=(another,) if multi else (),
     )
     fail_some_loads(sim, chosen)
     prompts = related_prompts(chosen, num_tokens=280, count=16)
-    waiting, lengths = list(prompts), {name: chosen.choice([1, 3, 40]) for name in prompts}
-    while waiting or sim.busy:
-        if waiting and chosen.random() < 0.3:
-            name = waiting.pop()
-            sim.add(name, prompts[name], max_tokens=lengths[name])
-        if chosen.random() < 0.02:
-            running = [name for name in sim.outputs if name not in sim.finish_reasons]
-            for name in running[:1]:
-                sim.abort(name)
-        if chosen.random() < 0.02:
-            sim.scheduler.reset_prefix_cache(reset_connector=chosen.random() < 0.3)
+    traffic = Traffic(sim, chosen, list(prompts.values()))
+    while len(traffic.answers) < 24 or sim.busy:
+        traffic.event()
         sim.step()
+        if chosen.random() < 0.2:
+            simulators.end_calls(sim)  # so that later requests find what is stored
+        if len(traffic.answers) >= 24 and chosen.random() < 0.1:
+            break
+    traffic.resume()
     sim.run()
 
-    for name, tokens in prompts.items():
-        if sim.finish_reasons[name] != "abort":
-            assert "length" in sim.finish_reasons[name]
-            assert sim.outputs[name] == expected(tokens, lengths[name])
+    traffic.check()
     assert_nothing_is_held(sim)
     simulators.until(lambda: not any(engine.statistics().pinned_chunks for engine in engines_of(sim)))
 
@@ -607,16 +631,6 @@ def test_rejected_drafts_never_lead_to_wrong_kv(
         assert sim.outputs[f"next {name}"] == expected(turns[name], 4)
     assert sum(sim.cached_tokens[f"next {name}"][1] for name in prompts) > 500
     assert_nothing_is_held(sim)
-
-
-def related_prompts(chosen: random.Random, *, num_tokens: int, count: int) -> dict[str, list[int]]:
-    """Prompts by request id. Each begins like one of two prompts of `num_tokens` tokens, and some have further tokens."""
-    roots = [prompt(num_tokens, seed=1000 + index) for index in range(2)]
-    return {
-        f"r{index}": chosen.choice(roots)[: chosen.randrange(1, num_tokens)]
-        + prompt(chosen.choice([0, 1, 20]), index)
-        for index in range(count)
-    }
 
 
 def fail_some_loads(sim: SimulatedVLLM, chosen: random.Random) -> None:
