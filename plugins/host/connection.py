@@ -163,17 +163,17 @@ class Reconnector:
         self._pin = pin
         self._pin_device = pin_device
         self._connection: Connection | None = None  # the last one, which may have ended
-        self._reason: TierError = TierUnavailableError(f"{self._where}: not connected")
+        self._reason: TierError = TierUnavailableError(f"{self._where}: not connected")  # if it is not usable
         self._task: asyncio.Task[None] | None = None
         self._mappings: list[Mapping] = []  # that are not closed yet
         self._evictions = 0  # in addition to those in the figures of the connection
 
     @property
     def connection(self) -> Connection:
-        """The current connection. Raise its error if there is none."""
+        """The current connection. If there is none, raise the error of the last attempt to connect."""
         connection = self._connection
         if connection is None or not connection.usable:
-            raise self._reason.with_traceback(None)
+            raise type(self._reason)(str(self._reason))
         return connection
 
     @property
@@ -191,6 +191,7 @@ class Reconnector:
         try:
             self._use(await self.connect())
         except TierUnavailableError as error:
+            self._reason = TierUnavailableError(str(error))
             logger.report(
                 "open",
                 "the host tier misses every chunk until its daemon can be reached: %s; start it with lmcache-async serve,"
@@ -222,8 +223,11 @@ class Reconnector:
                 try:
                     self._use(await self.connect())
                 except Exception as error:  # noqa: BLE001 - no free thread or memory now; the next attempt may have it
+                    text = str(error)
                     if not isinstance(error, TierUnavailableError):
-                        logger.report("dial", "%s: cannot connect: %r", self._where, error)
+                        text = f"{self._where}: cannot connect: {error!r}"
+                        logger.report("dial", "%s", text)
+                    self._reason = TierUnavailableError(text)  # without a traceback
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, MAX_PAUSE_S)
             await self._connection.gone.wait()
@@ -236,6 +240,7 @@ class Reconnector:
     def _use(self, connection: Connection) -> None:
         self._evictions = self.evictions - connection.figures.evictions
         self._connection = connection
+        self._reason = TierUnavailableError(f"{self._where}: the connection was lost")
 
     async def connect(self) -> Connection:
         """Connect and wait for a first answer. If the call is cancelled, no connection is left open.
@@ -304,6 +309,11 @@ class Reconnector:
                 raise ProtocolError(f"its answer has {len(descriptors)} file descriptors, expected one")
             if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ProtocolError("its memory is not sealed against shrinking")
+            file_bytes = os.fstat(descriptors[0]).st_size
+            if not 0 < welcome.nbytes <= file_bytes:
+                raise ProtocolError(
+                    f"it says that its memory has {welcome.nbytes} bytes, the file has {file_bytes}"
+                )
             return Region(
                 welcome.nbytes,
                 grain_bytes=welcome.nbytes,  # a record at any offset must be within one pinned range

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from lmcache_async.daemon.messages import Grant, Op
+from lmcache_async.daemon.messages import HELLO_BYTES, PROTOCOL, Grant, Op, Refusal, Welcome, pack_welcome
+from lmcache_async.daemon.server import shared_memory
 from lmcache_async.daemon.session import Session
 from lmcache_async.errors import (
     BudgetExceededError,
@@ -29,7 +33,7 @@ from lmcache_async.plugins.host.connection import MAX_UNANSWERED, Connection, Re
 from lmcache_async.testing.records import FORMAT, check_record, key_of, record
 from lmcache_async.tiers.results import memory_was_short
 from lmcache_async.types import ChunkKey
-from tests.support.daemons import DEADLINE_S, ThreadedDaemon, host_tier, socket_path
+from tests.support.daemons import DEADLINE_S, MIB, ThreadedDaemon, host_tier, socket_path
 from tests.support.gates import Gate
 
 RECORD_BYTES = FORMAT.record_bytes(5000)
@@ -240,6 +244,64 @@ async def test_without_a_daemon_the_tier_opens_and_every_call_raises(arena, allo
                     await call
         with pytest.raises(TierClosedError):
             await tier.contains(key_of(1))
+
+
+@contextlib.contextmanager
+def answering(welcome: Welcome) -> Iterator[Path]:
+    """A program that answers each greeting with `welcome` and 1 MiB of memory, and closes the connection."""
+    with (
+        socket_path() as path,
+        socket.socket(socket.AF_UNIX) as listener,
+        shared_memory(MIB, huge_pages=False, prefault=False) as (memory, _),
+    ):
+        listener.bind(os.fspath(path))
+        listener.listen()
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the listener is shut down
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                        socket.send_fds(connection, [pack_welcome(welcome)], [memory])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield path
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("welcome", "reason"),
+    [
+        (
+            Welcome(PROTOCOL + 1, Refusal.PROTOCOL, 0, 0),
+            f"protocol version is {PROTOCOL + 1}, expected {PROTOCOL}",
+        ),
+        (Welcome(PROTOCOL, Refusal.TOO_MUCH, 0, 0), "limit of clients"),
+        (Welcome(PROTOCOL, Refusal.NONE, 0, MIB), "says that its memory has 0 bytes, the file has 1048576"),
+        (Welcome(PROTOCOL, Refusal.NONE, 1 << 63, MIB), "9223372036854775808 bytes"),
+    ],
+)
+async def test_calls_name_the_reason_why_the_daemon_cannot_be_used(welcome, reason):
+    with answering(welcome) as path:
+        async with host_tier(path) as tier:
+            with pytest.raises(TierUnavailableError, match=f"{path}: cannot connect: .*{reason}"):
+                await tier.contains(key_of(1))
+
+
+async def test_calls_name_the_reason_why_the_tier_does_not_reconnect(arena):
+    with socket_path() as path, ThreadedDaemon(path) as daemon:
+        async with opened(daemon, arena) as tier:
+            daemon.stop()
+            reason = ""
+            async with asyncio.timeout(DEADLINE_S):
+                while "cannot connect: [Errno 2]" not in reason:
+                    await asyncio.sleep(0)
+                    try:
+                        await tier.contains(key_of(1))
+                    except TierUnavailableError as error:
+                        reason = str(error)
 
 
 async def test_calls_of_a_daemon_that_hangs_end_at_their_deadline_without_leases(daemon, arena, allocate):
