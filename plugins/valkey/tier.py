@@ -191,7 +191,11 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
         def run(connection: Connection) -> Awaitable[Reply]:
             return connection.store(head, buffer.view, tail)
 
-        await topology.run_at_node(name, run)
+        reply = await topology.run_at_node(name, run)
+        if reply != b"OK":
+            raise TierUnavailableError(
+                f"the reply to the write of key {key.hex()} is {reply!r:.100}, expected OK"
+            )
 
     async def _by_node(
         self,

@@ -9,6 +9,8 @@ import pytest
 
 from lmcache_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
 from lmcache_async.plugins.valkey import ValkeyTier
+from lmcache_async.plugins.valkey.connection import Connection
+from lmcache_async.plugins.valkey.protocol import Reply
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record
 from lmcache_async.types import ChunkKey
 from tests.support.certificates import Authority
@@ -65,6 +67,19 @@ async def test_the_error_for_a_user_without_rights_names_the_permissions(
         assert not answer.retryable
         assert "key_prefix" in str(answer)
     assert "misses every chunk until the cause is corrected: valkey at" in caplog.text
+
+
+@pytest.mark.parametrize("reply", [None, 1, b"QUEUED"])
+async def test_a_put_whose_reply_is_not_ok_has_failed(server, arena, monkeypatch, reply):
+    async def store(*_: object) -> Reply:
+        return reply
+
+    monkeypatch.setattr(Connection, "store", store)
+    async with bound(config(server.url), arena) as tier:
+        [error] = await put(tier, arena, 1)
+
+    assert isinstance(error, TierUnavailableError)
+    assert f"is {reply!r}, expected OK" in str(error)
 
 
 @pytest.mark.parametrize("password", ["wrong-" + SECRET, None])
