@@ -30,8 +30,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:  # during the imports
         raise SystemExit(130) from None
-    except OSError as error:  # of --help and --version
-        sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
+    except OSError as error:  # of --help, --version or --install-completion
+        text = error if error.filename else f"the output cannot be written: {error.strerror}"
+        sys.stderr.write(f"{text}\n")
         raise SystemExit(2) from None
 
 

@@ -75,6 +75,18 @@ def test_output_to_a_full_disk_ends_with_one_line(monkeypatch, capsys, option):
     assert capsys.readouterr().err == "the output cannot be written: No space left on device\n"
 
 
+def test_a_home_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path):
+    home = tmp_path / "file"
+    home.touch()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(sys, "argv", ["lmcache-async", "--install-completion", "bash"])
+
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert f": '{home}" in capsys.readouterr().err
+
+
 def test_output_that_the_locale_cannot_encode_is_replaced(monkeypatch, tmp_path):
     config = tmp_path / "ж.yaml"
     config.write_text("chunk_size: 0")
