@@ -6,7 +6,6 @@ import io
 import os
 import sys
 
-EXTRA = "cli"
 PACKAGES = ("typer", "rich", "click", "shellingham", "httpx", "psutil")
 
 
@@ -25,7 +24,7 @@ def main() -> None:
             raise
         sys.stderr.write(
             f"lmcache-async needs the package {missing}, which is not installed: "
-            f"pip install 'lmcache-async[{EXTRA}]'\n"
+            "pip install 'lmcache-async[cli]'\n"
         )
         raise SystemExit(2) from None
     except KeyboardInterrupt:  # during the imports

@@ -133,13 +133,11 @@ def _config_file(path: Path | None, env: Mapping[str, str], from_extra: object) 
     """Return the file to read, or None, and the option or variable that names it."""
     if path is not None:
         return path, ""
-    named: dict[str, object] = {f"{EXTRA}: config_file": from_extra}
-    if from_extra is None:
-        variables = {name: env.get(name, "").strip() for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE)}
-        named = {name: file for name, file in variables.items() if file}
-    for name, file in named.items():
-        try:
-            return expand_home(file or None), name
-        except ValueError as error:
-            raise ConfigError(f"{name} is {show(file)}: {error}") from None
+    variables = {name: env.get(name, "").strip() or None for name in (PREFIX + CONFIG_FILE, LMCACHE_FILE)}
+    for name, file in ({f"{EXTRA}: config_file": from_extra} | variables).items():
+        if file is not None:
+            try:
+                return expand_home(file or None), name
+            except ValueError as error:
+                raise ConfigError(f"{name} is {show(file)}: {error}") from None
     return None, ""

@@ -22,11 +22,7 @@ _LOCAL = "vLLM itself"
 
 
 class EngineSource:
-    """Data of an engine for the status page, `lmcache-async top` and Prometheus.
-
-    Attributes:
-        recent: Recent requests, an instrument of the engine.
-    """
+    """Data of an engine for the status page, `lmcache-async top` and Prometheus."""
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class EngineSource:
         self._metrics = metrics
         self._statistics = statistics
         self._opened = time.time()
-        self.recent = RecentRequests()
+        self.recent = RecentRequests()  # an instrument of the engine
 
     def sample(self) -> Sample:
         statistics, metrics = self._statistics(), self._metrics

@@ -135,7 +135,7 @@ class EngineMetrics(Metrics, Instrument):
     """Metrics of an engine, of its tiers and of their calls.
 
     Attributes:
-        changed: Called after each store and retrieve; None for no call.
+        changed: Called after each store and retrieve.
         prompt_tokens: Tokens of all prompts; of a request without a plan, the tokens of its retrieve.
         local_tokens: Of these, tokens that the inference server had itself.
         decided: Requests by the decision about their hit.
@@ -143,7 +143,7 @@ class EngineMetrics(Metrics, Instrument):
 
     def __init__(self) -> None:
         super().__init__()
-        self.changed: Callable[[], None] | None = None
+        self.changed: Callable[[], None] = lambda: None
         self.prompt_tokens = 0
         self.local_tokens = 0
         self.decided: Counts[str] = Counts()
@@ -193,7 +193,7 @@ class EngineMetrics(Metrics, Instrument):
         self.stored_bytes.value += report.bytes
         self.store_seconds.observe(report.seconds)
         self.copy_seconds.observe(report.copy_seconds)
-        self._changed()
+        self.changed()
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
         self.counter("retrieves_total", report.cause or "complete").add()
@@ -204,7 +204,7 @@ class EngineMetrics(Metrics, Instrument):
         self.retrieve_seconds.observe(report.seconds)
         if hash(request_id) not in self._planned:
             self.prompt_tokens += report.asked_tokens
-        self._changed()
+        self.changed()
 
     def planned(self, plan: RequestPlan) -> None:
         self.prompt_tokens += plan.prompt_tokens
@@ -215,10 +215,6 @@ class EngineMetrics(Metrics, Instrument):
             self._planned.move_to_end(hash(plan.request_id))
             if len(self._planned) > MAX_PLANNED:
                 self._planned.popitem(last=False)
-
-    def _changed(self) -> None:
-        if self.changed is not None:
-            self.changed()
 
 
 class TierMetrics:

@@ -480,7 +480,7 @@ class StatsFeed:
             self._lock.release()
 
     def close(self) -> None:
-        self._engine.metrics.changed = None
+        self._engine.metrics.changed = lambda: None
         if self._timer is not None:
             self._timer.cancel()
 

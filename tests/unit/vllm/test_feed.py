@@ -66,7 +66,6 @@ async def test_a_store_notifies_once_for_all_its_chunks() -> None:
         feed = StatsFeed(engine)
         await taken(feed)
         changed = engine.metrics.changed
-        assert changed is not None
         engine.metrics.changed = lambda: (calls.append(1), changed())[1]
         await engine.store(list(range(256)), list(range(256)))  # 32 chunks in 11 batches
         await engine.retrieve(list(range(256)), list(range(256)))
