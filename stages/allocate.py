@@ -32,15 +32,7 @@ class AllocateStage:
         if count < len(sizes):
             drops = Drops(drops)
             drops.add(batch.chunks[count:], "no_room")
-        return LeasedBatch(
-            request=batch.request,
-            chunks=batch.chunks[:count],
-            rows=batch.rows[:count],
-            drops=drops,
-            scope=batch.scope,
-            present=batch.present,
-            buffers=tuple(buffers),
-        )
+        return batch.first(count).as_type(LeasedBatch, drops=drops, buffers=tuple(buffers))
 
     def _record_bytes(self, num_rows: int) -> int:
         return self._format.record_bytes(self._layout.payload_bytes(num_rows))

@@ -62,14 +62,7 @@ class DecryptStage:
         buffers = list(batch.buffers)
         for index, target in zip(encrypted, targets, strict=False):
             buffers[index] = target
-        return replace(
-            batch,
-            chunks=batch.chunks[:count],
-            rows=batch.rows[:count],
-            tiers=batch.tiers[:count],
-            buffers=tuple(buffers[:count]),
-            cause=cause,
-        )
+        return replace(batch, buffers=tuple(buffers), cause=cause).first(count)
 
     async def _targets(self, batch: FetchedBatch, encrypted: Sequence[int]) -> list[Buffer]:
         """Return the buffer for the decrypted record of each chunk, for as many as there is memory."""

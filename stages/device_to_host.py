@@ -33,13 +33,4 @@ class DeviceToHostStage:
         digests = None
         if jobs:
             digests = await self._copier.gather(jobs, batch.request.fence, digest=self._digest)
-        return FilledBatch(
-            request=batch.request,
-            chunks=batch.chunks,
-            rows=batch.rows,
-            drops=batch.drops,
-            scope=batch.scope,
-            present=batch.present,
-            buffers=batch.buffers,
-            checksums=tuple(digests or ()),
-        )
+        return batch.as_type(FilledBatch, checksums=tuple(digests or ()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import fields
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.errors import ConfigError
@@ -51,9 +50,7 @@ class EncryptStage:
         del copies
         if at_rest:
             await in_thread(self._workers, lambda: self._encrypt(batch, at_rest))
-        return EncryptedBatch(
-            **{field.name: getattr(batch, field.name) for field in fields(SealedBatch)}, at_rest=at_rest
-        )
+        return batch.as_type(EncryptedBatch, at_rest=at_rest)
 
     def _encrypt(self, batch: SealedBatch, copies: Sequence[Buffer]) -> None:
         for chunk, buffer, copy in zip(batch.chunks, batch.buffers, copies, strict=False):

@@ -34,12 +34,8 @@ class FetchStage:
             deadline=batch.scope.earlier(READ_SHARE),
         )
         batch.scope.add(fetched.buffers)
-        count = len(fetched.buffers)
-        return FetchedBatch(
-            request=batch.request,
-            chunks=batch.chunks[:count],
-            rows=batch.rows[:count],
-            scope=batch.scope,
+        return batch.first(len(fetched.buffers)).as_type(
+            FetchedBatch,
             tiers=fetched.tiers,
             cause=fetched.cause or batch.cause,
             buffers=fetched.buffers,

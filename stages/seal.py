@@ -27,15 +27,7 @@ class SealStage:
             self._seal(batch)
         elif batch.chunks:
             await in_thread(self._workers, lambda: self._seal(batch))
-        return SealedBatch(
-            request=batch.request,
-            chunks=batch.chunks,
-            rows=batch.rows,
-            drops=batch.drops,
-            scope=batch.scope,
-            present=batch.present,
-            buffers=batch.buffers,
-        )
+        return batch.as_type(SealedBatch)
 
     def _seal(self, batch: FilledBatch) -> None:
         header_bytes, row_bytes = self._format.header_bytes, self._layout.bytes_per_row

@@ -70,15 +70,8 @@ class VerifyStage:
                 for chunk, buffer in zip(batch.chunks[:count], batch.buffers[:count], strict=True)
             ]
             await self._stack.promote(items, batch.tiers[:count])
-        return VerifiedBatch(
-            request=batch.request,
-            chunks=batch.chunks[:count],
-            rows=batch.rows[:count],
-            scope=batch.scope,
-            tiers=batch.tiers[:count],
-            cause=batch.cause if error is None else "corrupt",
-            buffers=batch.buffers[:count],
-        )
+        cause = batch.cause if error is None else "corrupt"
+        return batch.first(count).as_type(VerifiedBatch, cause=cause)
 
     def _needs_checksum(self, tier: int) -> bool:
         return self._verify_arena or not self._stack.tiers[tier].tier.capabilities.in_arena

@@ -9,8 +9,8 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from lmcache_async.device.copier import Fence
 from lmcache_async.device.progress import LoadProgress
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.types import BlockIds, Chunk, Tokens
+
+AnyBatch = TypeVar("AnyBatch", bound="Batch")
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_ROWS: BlockIds = np.empty(0, np.int64)
@@ -170,6 +172,19 @@ class Batch:
         """
         del most
         return [*range(size, len(self.chunks), size), len(self.chunks)]
+
+    def first(self, count: int) -> Self:
+        """Return the batch of the first `count` chunks, with the same scope."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {
+            name: value[:count] for name, value in values.items() if isinstance(value, tuple)
+        }
+        return replace(self, **cut)
+
+    def as_type(self, batch_type: type[AnyBatch], **changes: Any) -> AnyBatch:
+        """Return a batch of another type with these changes, and with all fields that both types have."""
+        common = {each.name for each in fields(self)} & {each.name for each in fields(batch_type)}
+        return batch_type(**{name: getattr(self, name) for name in common} | changes)
 
     def part(self, start: int, stop: int) -> Self:
         """Return the batch of chunks `start`..`stop`, with its own scope.

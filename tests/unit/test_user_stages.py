@@ -173,10 +173,7 @@ async def test_a_stage_that_drops_chunks_without_a_cause_ends_the_hit_there(stag
     rig, switch = Rig(), Switch()
 
     async def shortens(batch: PlannedBatch):
-        parts = {"chunks": batch.chunks[:1], "rows": batch.rows[:1], "tiers": batch.tiers[:1]}
-        if isinstance(batch, FetchedBatch):
-            parts["buffers"] = batch.buffers[:1]
-        return replace(batch, **parts)
+        return batch.first(1)
 
     class Persistent(DictTier):
         def __init__(self, config):

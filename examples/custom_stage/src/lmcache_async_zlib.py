@@ -7,7 +7,7 @@ number: for an engine without `unzlib` it is a record of another layout, which i
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,7 @@ class CompressStage:
         lengths = await in_thread(self._workers, lambda: self._compress(batch, copies)) if copies else []
         for copy, length in zip(copies, lengths, strict=True):
             copy.resize(length)
-        parts = {field.name: getattr(batch, field.name) for field in fields(SealedBatch)}
-        return EncryptedBatch(**parts, at_rest=tuple(copies))
+        return batch.as_type(EncryptedBatch, at_rest=tuple(copies))
 
     def _compress(self, batch: SealedBatch, copies: Sequence[Buffer]) -> list[int]:
         """Write the compressed records and return their lengths. A record that would grow is copied unchanged."""
@@ -105,14 +104,7 @@ class DecompressStage:
             await self._stack.discard(batch.tiers[count], batch.chunks[count].key, "compression")
         elif len(plain) < len(packed):
             count, cause = packed[len(plain)], "no_room"
-        return replace(
-            batch,
-            chunks=batch.chunks[:count],
-            rows=batch.rows[:count],
-            tiers=batch.tiers[:count],
-            buffers=tuple(buffers[:count]),
-            cause=cause,
-        )
+        return replace(batch, buffers=tuple(buffers), cause=cause).first(count)
 
     def _is_compressed(self, record: Buffer) -> bool:
         try:
