@@ -77,7 +77,7 @@ class Registry:
         Raises:
             UnknownPluginError: There is no plug-in with this name.
             MissingDependencyError: The plug-in imports a package that is not installed.
-            ConfigError: Its import fails otherwise, or several third-party distributions offer it.
+            ConfigError: Its module or object does not exist, or several third-party distributions offer it.
         """
         plugin = self.available(group, third_party=third_party).get(name)
         if plugin is None:
