@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -180,9 +182,7 @@ class Runner(Generic[Out]):
         except LMCacheAsyncError as error:
             run.results[index] = self.failed(batch, _CAUSES.get(type(error), "error"))
         except BaseException as error:
-            # The traceback references frames that hold views of the buffers. They would keep the slabs in use
-            # until a garbage collection.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             raise
 
     def _results(self, run: _Run[Out]) -> list[Out]:
@@ -219,6 +219,23 @@ def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None
 def _refuse_result(info: StageInfo, result: object) -> NoReturn:
     raise TypeError(f"stage {info.name!r} returned {type(result).__name__}, not {info.result_type.__name__}")
 
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames in the traceback of a stage's error. Their views of buffers would keep slabs in use until a collection.
+
+    If the error was raised before, the traceback also has the frames of callers that caught it, and `clear` would end
+    the coroutine of a suspended frame. The frames below the one of the stage are therefore cleared only if they are of
+    functions, or of modules whose coroutines do not continue after an error.
+    """
+    for depth, (frame, _) in enumerate(traceback.walk_tb(error.__traceback__)):
+        is_coroutine = frame.f_code.co_flags & _SUSPENDABLE
+        if depth <= 1 or not is_coroutine or frame.f_globals.get("__name__", "").startswith(_ENDING):
+            with contextlib.suppress(RuntimeError):  # the frame is executing
+                frame.clear()
+
+
+_SUSPENDABLE = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_ENDING = tuple(f"lmcache_async.{name}." for name in ("stages", "tiers", "device", "memory"))
 
 _CAUSES: dict[type[LMCacheAsyncError], str] = {
     BudgetExceededError: "no_room",

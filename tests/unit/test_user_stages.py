@@ -197,3 +197,26 @@ async def test_a_stage_that_drops_chunks_without_a_cause_ends_the_hit_there(stag
 
 async def count_loaded(engine):
     return (await engine.retrieve(TOKENS, SLOTS)).sum()
+
+
+async def test_an_error_that_two_stages_raise_does_not_end_a_caller_that_caught_it():
+    """The traceback of such an error has the frames of all callers, and that of a caller may be suspended."""
+    rig, error = Rig(), LookupError("of this test")
+    first, second = Switch(), Switch()
+    names = ["hash", "whole_request", "lookup", "missing", *STORE[2:]]
+
+    async def fails(batch):
+        raise error
+
+    stages = {
+        "whole_request": stages_of(first, fails)["whole_request"],
+        "missing": stages_of(second, fails)["missing"],
+    }
+    async with rig.open(registry=FakeRegistry(stages=stages), **{"store.stages": names}) as engine:
+        first.on = True
+        with pytest.raises(LookupError):
+            await engine.store(TOKENS, SLOTS)
+        first.on, second.on = False, True
+
+        with pytest.raises(ExceptionGroup):
+            await engine.store(TOKENS, SLOTS)
