@@ -6,11 +6,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 END_S = 10.0
 """Time between SIGTERM and SIGKILL of a process that exceeds its limit."""
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit, so that this process ends the programs that it has started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def run_logged(

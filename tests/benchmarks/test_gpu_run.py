@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -245,6 +248,49 @@ def test_a_part_that_exceeds_its_time_limit_is_ended(tmp_path):
 
     assert ended.status == "time limit"
     assert ended.result == {}
+
+
+@pytest.mark.parametrize("module", ["tools.gpu", "tools.gpu.serving"])
+def test_sigterm_ends_the_processes_of_a_run(module, tmp_path):
+    """A limit on the command from outside must not leave processes that use the GPU."""
+    fifo, program = tmp_path / "fifo", tmp_path / "program.py"
+    os.mkfifo(fifo)
+    program.write_text(
+        "import runpy, subprocess, sys\n"
+        "from importlib.machinery import ModuleSpec\n"
+        f"sleep = ['sh', '-c', 'exec 5>{fifo}; sleep 1000']\n"
+        "class Process(subprocess.Popen):\n"
+        "    def __init__(self, command, **options):\n"
+        "        super().__init__(sleep if command[0] == sys.executable else command, **options)\n"
+        "        self.told = self.args is not sleep\n"
+        "    def tell(self):\n"
+        "        if not self.told: print('waits', flush=True)\n"
+        "        self.told = True\n"
+        "    def wait(self, timeout=None):\n"
+        "        self.tell()\n"
+        "        return super().wait(timeout)\n"
+        "    def poll(self):\n"
+        "        self.tell()\n"
+        "        return super().poll()\n"
+        "subprocess.Popen = Process\n"
+        "sys.modules.setdefault('vllm', type(sys)('vllm')).__spec__ = ModuleSpec('vllm', None)\n"
+        f"arguments = {{'tools.gpu': ['--device', 'cpu', '--part', 'race', '--out', {str(tmp_path)!r}],\n"
+        f"             'tools.gpu.serving': ['--json', {str(tmp_path / 'json')!r}]}}\n"
+        f"sys.argv = ['module', *arguments[{module!r}]]\n"
+        f"runpy.run_module({module!r}, run_name='__main__')\n"
+    )
+
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program)]
+    with (
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run,
+        fifo.open() as child,
+    ):
+        assert run.stdout is not None
+        assert run.stdout.readline() == "waits\n"
+        run.terminate()
+        assert child.read() == ""  # returns when the child has ended
+    assert run.returncode == 128 + signal.SIGTERM
 
 
 def test_a_part_without_results_has_failed_and_its_output_is_on_the_page(tmp_path):

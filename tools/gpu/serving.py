@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.serving_engine import MAX_TOKENS, MODELS, Settings
-from tools.processes import end_group
+from tools.processes import end_group, exit_on_sigterm
 
 ENGINES = ("plain", "ours", "restarted", "offloading")
 ENGINES_OF_A_CPU = ENGINES[:3]
@@ -228,4 +228,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     sys.exit(main())
