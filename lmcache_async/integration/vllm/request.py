@@ -269,7 +269,7 @@ class RequestTracker:
         hands_over: Another vLLM continues the request.
         local_tokens: Leading tokens that vLLM found in its own prefix cache, in whole blocks.
         is_loading: VLLM waits for a load.
-        load_failed: A load of the current lookup failed.
+        load_failed: A load failed since the current lookup, or another connector's since the last preemption.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class RequestTracker:
         self.is_loading = False
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
         self.load_failed = False
-        self._admitted = False
+        self._admitted_preemptions: int | None = None  # preemptions before the last admission
         self._in_step = False  # since the last admission
         self._ended = False
         self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
@@ -386,8 +386,14 @@ class RequestTracker:
             state.answered = answered
 
     def local_found(self, local_tokens: int) -> None:
-        """Record that vLLM found `local_tokens` leading tokens in its own prefix cache."""
+        """Record that vLLM found `local_tokens` leading tokens in its own prefix cache.
+
+        VLLM looks for an admitted request again if it was preempted, or if a load failed, perhaps of another connector.
+        After a failed load it still reserves the request's blocks, so that a second load might wait for ever.
+        """
         self.local_tokens = local_tokens
+        if self._admitted_preemptions == self._request.num_preemptions:
+            self.load_failed = True
 
     @property
     def local_suffices(self) -> bool:
@@ -481,8 +487,8 @@ class RequestTracker:
 
     def admitted(self, load_tokens: int) -> Admission:
         """Record that vLLM allocated blocks for the request, including those of `load_tokens` external tokens."""
-        first, self._admitted = not self._admitted, True
-        self._in_step = False
+        first, self._in_step = self._admitted_preemptions is None, False
+        self._admitted_preemptions = self._request.num_preemptions
         state = self._lookup
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0

@@ -67,21 +67,36 @@ class FailingConnector(KVConnectorBase_V1):
 @dataclass
 class Ended(KVConnectorMetadata):
     request_ids: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
 
 
 class AsynchronousConnector(FailingConnector):
-    """Offers the start of the first prompt, and ends its load, without filling a block, when the request is aborted."""
+    """Offers the start of the prompts of two requests, and fills no block.
+
+    The load of the request "failed" fails at once, and that of "aborted" ends when the request is aborted.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._ended = Ended()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return LOADED - num_computed_tokens if self._offers else 0, self._offers
+        if not (self._offers and request.request_id in ("failed", "aborted")):
+            return 0, False
+        return LOADED - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens and request.request_id == "failed":
+            self._ended = Ended({"failed"}, self._blocks.ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._ended = Ended({request.request_id} if self._blocks.ids else set())
-        self._blocks = Blocks()
+        if request.request_id == "aborted":
+            self._ended = Ended({"aborted"})
         return False, None
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        ended, self._ended = getattr(self, "_ended", Ended()), Ended()
+        ended, self._ended = self._ended, Ended()
         return ended
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -90,7 +105,9 @@ class AsynchronousConnector(FailingConnector):
         return None, metadata.request_ids
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Ended)
+        return metadata.bad_blocks
 
 
 @pytest.fixture
@@ -101,7 +118,13 @@ def beside_another(simulators: Simulators) -> Callable[..., SimulatedVLLM]:
             "kv_connector_module_path": __name__,
             "kv_role": "kv_both",
         }
-        return simulators({"tiers": ["cpu"]}, block_size=BLOCK, multi=True, others=(other,), **setup)
+        return simulators(
+            {"tiers": ["cpu"], "vllm.max_pinned_fraction": 0.9},
+            block_size=BLOCK,
+            multi=True,
+            others=(other,),
+            **setup,
+        )
 
     return make
 
@@ -181,6 +204,21 @@ def test_blocks_that_another_connector_still_loads_are_not_stored_if_the_request
 
     assert simulator.cached_tokens["computed"] == (0, 0)
     assert simulator.outputs["computed"] == expected(prompt, 4)
+
+
+def test_a_request_whose_load_by_another_connector_failed_is_computed(
+    beside_another: Callable[..., SimulatedVLLM], simulators: Simulators
+):
+    """VLLM still reserves the blocks of the failed load. It waits for ever if a second load needs as many."""
+    simulator = beside_another(AsynchronousConnector, num_blocks=21, overlapped=True)
+    prompt = list(range(1, 12 * BLOCK + 5))
+    simulator.add("cold", prompt)
+    simulators.settle(simulator)
+
+    simulator.add("failed", prompt)
+    simulator.run(max_seconds=20.0)
+
+    assert simulator.outputs["failed"] == expected(prompt, 4)
 
 
 def test_the_handshake_of_another_connector_is_not_hidden(simulators: Simulators):

@@ -224,6 +224,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.loading = 0
         self.filled = 0  # leading tokens whose blocks have their KV
         self.others_tokens = 0  # that another connector loads
+        self.admitted = False  # since then neither preempted nor without blocks after a failed load
         self.names = 0
         self.done = False
 
@@ -247,7 +248,7 @@ class TrackerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: not self.done and not self.waits)
+    @precondition(lambda self: not self.done and not self.admitted)
     @rule(local=st.integers(0, 22), ready=st.booleans())
     def vllm_asks(self, local: int, ready: bool) -> None:
         self.local = local * BLOCK
@@ -289,10 +290,10 @@ class TrackerMachine(RuleBasedStateMachine):
             self.hit = given.hit_tokens(CHUNK)
             self.offered = 0
 
-    @precondition(lambda self: not self.done and not self.waits and self.offered is not None)
+    @precondition(lambda self: not self.done and not self.admitted and self.offered is not None)
     @rule()
     def allocated(self) -> None:
-        load = self.offered or 0
+        load, self.admitted = self.offered or 0, True
         self.tracker.admitted(load)
         if load:
             span = self.tracker.load_started(load)
@@ -306,11 +307,12 @@ class TrackerMachine(RuleBasedStateMachine):
             self.view.num_computed_tokens = max(self.view.num_computed_tokens, self.local)
         self.filled = max(self.filled, self.local)
 
-    @precondition(lambda self: not self.done and not self.waits and not self.view.num_computed_tokens)
+    @precondition(lambda self: not self.done and not self.admitted)
     @rule(local=st.integers(0, 4), tokens=st.integers(1, 14))
     def another_connector_loads(self, local: int, tokens: int) -> None:
         self.vllm_asks(local, ready=True)
         if self.offered is not None:
+            self.admitted = True
             self.tracker.admitted(0)
             self._release(self.tracker.lookup_unused())
             self.filled, self.others_tokens = self.local, tokens * BLOCK
@@ -321,15 +323,23 @@ class TrackerMachine(RuleBasedStateMachine):
     def another_load_ended(self, fails: bool) -> None:
         self.filled = self.local + (0 if fails else self.others_tokens)
         self.others_tokens = 0
-        if not self.done:
-            self.view.num_computed_tokens = self.filled
+        self._continue()
+
+    def _continue(self) -> None:
+        """After a load. If it has loaded nothing, vLLM frees the blocks and asks again."""
+        if self.done:
+            return
+        self.view.num_computed_tokens = self.filled
+        if self.filled:
             self.tracker.admitted(0)
+        else:
+            self.admitted, self.load_failed, self.offered = False, True, None
 
     @precondition(lambda self: not self.done and not self.waits)
     @rule(local=st.integers(0, 4), chunks=st.integers(1, 5), tokens=st.integers(0, 20), data=st.data())
     def hit_is_loaded(self, local: int, chunks: int, tokens: int, data: st.DataObject) -> None:
         """A preemption, a lookup, its load and a step: the usual order, which events chosen one by one rarely have."""
-        if self.view.num_computed_tokens and data.draw(st.booleans()):
+        if self.admitted:
             self.preempted()
         self.vllm_asks(local, ready=True)
         if str(self.names) in self.unanswered:
@@ -356,23 +366,22 @@ class TrackerMachine(RuleBasedStateMachine):
         self._release(self.tracker.load_ended())
         self.loading = 0
         self.filled = computed
-        if not self.done:
-            self.view.num_computed_tokens = computed
-            self.tracker.admitted(0)
+        self._continue()
 
     @precondition(lambda self: not self.done)
     @rule(tokens=st.integers(0, 20), room=st.integers(0, 30))
     def step(self, tokens: int, room: int) -> None:
-        if self.waits:
+        if self.waits or not self.admitted:
             return  # vLLM does not schedule the request
         computed = self.filled = self.tracker.step_planned(tokens)
         self.tracker.skip_stored(self.epoch)
         self._stored(self.tracker.plan_stores(computed, {}, room))
         self.view.num_computed_tokens = computed
 
-    @precondition(lambda self: not self.done and not self.waits)
+    @precondition(lambda self: self.admitted and not self.done and not self.waits)
     @rule()
     def preempted(self) -> None:
+        self.admitted = False
         self.view.num_preemptions += 1
         self.view.num_computed_tokens = self.filled = 0
 
