@@ -209,27 +209,24 @@ class HostTier(BundledTier[HostConfig, Reconnector]):
             raise ProtocolError("a reservation does not have the requested length")
         if not given:
             return results
+        assert self._copier is not None  # as the reconnector
+        mapping = connection.mapping
+        mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
         try:
-            await self._copy(connection, [(grants[position], items[position][1]) for position in given])
+            await self._copier.copy(
+                [(mapping.target(grants[position]), items[position][1].array) for position in given]
+            )
         except BaseException:
             connection.release_leases(_leases_of(grants))
             raise
+        finally:
+            mapping.end_copy()
         commits = pack(COMMIT, [(grants[position].lease, items[position][0]) for position in given])
         answer = await connection.ask(Op.COMMIT, commits)
         for position, (flag,) in zip(given, unpack(FLAG, answer, len(given)), strict=True):
             if flag != Refusal.NONE:
                 results[position] = TierError("the daemon rejected the commit of a record")
         return results
-
-    async def _copy(self, connection: Connection, items: Sequence[tuple[Grant, Buffer]]) -> None:
-        connection.check()
-        assert self._copier is not None  # as the reconnector
-        mapping = connection.mapping
-        mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
-        try:
-            await self._copier.copy([(mapping.target(grant), buffer.array) for grant, buffer in items])
-        finally:
-            mapping.end_copy()
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
