@@ -6,7 +6,6 @@ import asyncio
 import binascii
 import contextlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -33,8 +32,8 @@ SCAN_COUNT = 1000
 _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 
 
-class Topology(ABC):
-    """Sends commands to the nodes of their keys. The nodes are looked up again when they change."""
+class Topology:
+    """Sends commands to the nodes of their keys: to a single server, unless a derived class looks the nodes up."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._settings = settings
@@ -42,13 +41,13 @@ class Topology(ABC):
         self._nodes: dict[Endpoint, Node] = {}
         self._closed = False
 
-    @abstractmethod
     async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
         """Return the node of each name, or the error if it has none. Raise TierError if no node is known."""
+        return [await self._find()] * len(names)
 
-    @abstractmethod
     async def masters(self) -> list[Node]:
         """Return all nodes that hold keys. Raise TierError if no node is known."""
+        return [await self._find()]
 
     async def ask_each(self, command: bytes, names: Sequence[bytes]) -> list[Reply | TierError]:
         """Send the command for each name, in one message per node, to all nodes concurrently.
@@ -184,6 +183,9 @@ class Topology(ABC):
             node = self._nodes.pop(endpoint)
             node.close(TierUnavailableError(f"{node.where}: it is not a master any more"))
 
+    async def _find(self) -> Node:
+        return self.node(self._endpoints[0])
+
     def _all(self) -> list[Node]:
         return list(self._nodes.values())
 
@@ -215,20 +217,7 @@ def _key_of(name: Reply, prefix: bytes) -> ChunkKey | None:
     return ChunkKey(bytes.fromhex(name[len(prefix) :].decode("ascii")))
 
 
-class SingleServer(Topology):
-    """A single server."""
-
-    async def route(self, names: Sequence[bytes]) -> list[Node | TierError]:
-        return [await self._find()] * len(names)
-
-    async def masters(self) -> list[Node]:
-        return [await self._find()]
-
-    async def _find(self) -> Node:
-        return self.node(self._endpoints[0])
-
-
-class SentinelServer(SingleServer):
+class SentinelServer(Topology):
     """The master that one of the Sentinels reports; requested again after a failure of the master.
 
     The Sentinels are queried one after the other. One that does not answer is moved to the end.
@@ -426,4 +415,4 @@ def make_topology(settings: ConnectionSettings, sentinel_settings: ConnectionSet
         case "cluster":
             return Cluster(settings)
         case "single":
-            return SingleServer(settings)
+            return Topology(settings)

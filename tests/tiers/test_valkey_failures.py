@@ -25,7 +25,7 @@ from lmcache_async.plugins.valkey import ValkeyTier
 from lmcache_async.plugins.valkey.config import ValkeyConfig
 from lmcache_async.plugins.valkey.connection import Connection, ConnectionSettings, Node
 from lmcache_async.plugins.valkey.protocol import ErrorReply, Reply, encode
-from lmcache_async.plugins.valkey.topology import Cluster, SingleServer, parse_slots, slot_of
+from lmcache_async.plugins.valkey.topology import Cluster, Topology, parse_slots, slot_of
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import cancelled_at_each_await, turns
 from lmcache_async.tiers import client
@@ -282,7 +282,7 @@ def _knows_replica(sentinel: Server) -> bool:
 
 
 async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allocate, monkeypatch):
-    class FailingOver(SingleServer):
+    class FailingOver(Topology):
         failed = False
 
         async def _find(self) -> Node:
