@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -58,8 +57,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
             async def get(positions: Sequence[int]) -> None:
                 await self._get_batch(pool, keys, positions, allocate, results)
 
-            for positions in _rounds(keys):
-                await self._in_batches(positions, get, results)
+            await self._in_batches(keys, get, results)
         return results
 
     async def put_many(self, items: Sequence[tuple[ChunkKey, Buffer]]) -> list[TierError | None]:
@@ -72,8 +70,7 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
                 for position, key, code in zip(positions, keys, codes, strict=True):
                     results[position] = pool.error("put", key, code) if code else None
 
-            for positions in _rounds([key for key, _ in items]):
-                await self._in_batches(positions, put, results)
+            await self._in_batches([key for key, _ in items], put, results)
         return results
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -149,36 +146,28 @@ class MooncakeTier(BundledTier[MooncakeConfig, Pool]):
 
     async def _in_batches(
         self,
-        positions: Sequence[int],
+        keys: Sequence[ChunkKey],
         work: Callable[[Sequence[int]], Awaitable[None]],
         results: list[TierError | None] | list[Buffer | TierError | None],
     ) -> None:
         """Call `work` with batches of positions, at most one per thread at a time.
 
-        If a batch fails, its error becomes the result of each of its positions that has no result yet.
+        A batch has no key twice, because a call of Mooncake's client fills one buffer per key. If a batch fails, its error
+        becomes the result of each of its positions that has no result yet.
         """
         step = max(1, self.config.batch_bytes // self._max_record_bytes)
-        batches = [positions[start : start + step] for start in range(0, len(positions), step)]
+        batches: list[dict[ChunkKey, int]] = []
+        for position, key in enumerate(keys):
+            if not batches or key in batches[-1] or len(batches[-1]) == step:
+                batches.append({})
+            batches[-1][key] = position
 
-        async def run(batch: Sequence[int]) -> None:
+        async def run(batch: dict[ChunkKey, int]) -> None:
             try:
-                await work(batch)
+                await work(list(batch.values()))
             except TierError as error:
-                for position in batch:
+                for position in batch.values():
                     if results[position] is None:
                         results[position] = error
 
         await run_each(batches, run, min(self.config.threads, len(batches)))
-
-
-def _rounds(keys: Sequence[ChunkKey]) -> list[list[int]]:
-    """Divide the positions into rounds without repeated keys: a call of Mooncake's client fills one buffer per key."""
-    seen: collections.Counter[ChunkKey] = collections.Counter()
-    rounds: list[list[int]] = []
-    for position, key in enumerate(keys):
-        number = seen[key]
-        seen[key] += 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(position)
-    return rounds
