@@ -103,9 +103,7 @@ class S3Tier(BundledTier[S3Config, Bucket]):
 
     async def keys(self) -> AsyncIterator[ChunkKey]:
         """Yield the keys of all records, as the store lists them. This may take many requests."""
-        with self._call() as bucket:
-            pages = bucket.pages()
-        async for page in pages:
+        async for page in self._usable().pages():
             for key in page:
                 yield key
 
