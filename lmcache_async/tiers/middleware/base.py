@@ -51,7 +51,7 @@ class Call:
         allocate: Leases memory for the records of `get_many`.
         cause: Argument of `reject`.
         deadline: Time of the event loop by which the call must end: `timeout_s` after its start, or earlier if the request
-            that it belongs to ends earlier; infinity for no limit.
+            that it belongs to ends earlier or a `deadline` layer outside has a lower limit; infinity for no limit.
         local: The tier answers from memory of this process, so the call need not be limited or repeated.
         start: Time of the event loop at which the call was made; minus infinity if it is not known.
     """
