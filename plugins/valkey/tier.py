@@ -162,26 +162,26 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
 
     async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         name = self._name(key)
-        too_long = 0
+        invalid: int | None = None
 
         async def run(connection: Connection) -> Buffer | ErrorReply | None:
-            nonlocal too_long
+            nonlocal invalid
             buffer = await allocate(self._bound().slab_bytes)
             with contextlib.ExitStack() as undo:
                 undo.callback(buffer.release)
                 length = await connection.fetch(encode(b"GET", name), buffer)
                 if not isinstance(length, int):
                     return length
-                if length > buffer.nbytes:
-                    too_long = length
+                if not 0 < length <= buffer.nbytes:
+                    invalid = length
                     return None
                 buffer.resize(length)
                 undo.pop_all()
             return buffer
 
         found = await topology.run_at_node(name, run)
-        if too_long:  # after its deletion, later lookups are misses too
-            await self._reject_length(key, partial(topology.ask_each, b"UNLINK", [name]), too_long)
+        if invalid is not None:  # after its deletion, later lookups are misses too
+            await self._reject_length(key, partial(topology.ask_each, b"UNLINK", [name]), invalid)
         return found
 
     async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:

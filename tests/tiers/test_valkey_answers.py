@@ -141,14 +141,15 @@ async def test_records_expire_after_the_given_time_or_never(server, arena, ttl_s
     assert least <= left <= most
 
 
-async def test_a_value_longer_than_any_record_is_a_miss_and_removed(server, arena, allocate):
+@pytest.mark.parametrize("nbytes", [SLAB_BYTES + 1, 0])
+async def test_a_value_whose_length_no_record_can_have_is_a_miss_and_removed(server, arena, allocate, nbytes):
     settings = config(server.url)
     name = settings.key_prefix + key_of(1).hex()
     tier = bound(settings, arena)
     evicted = []
     tier.on_evicted = evicted.extend
     async with tier:
-        server.ask("SET", name, bytes(SLAB_BYTES + 1))
+        server.ask("SET", name, bytes(nbytes))
         assert await get(tier, allocate, 1) == ["miss"]
         assert evicted == [key_of(1)]
         assert tier.statistics().corrupt_by_cause == {"length": 1}
