@@ -273,23 +273,6 @@ class LMCacheEngine:
         if not self._loop.inherited:
             self.close()
 
-    def _check_and_attach(
-        self,
-        instance_id: str,
-        config: EngineConfig | None,
-        metadata: LMCacheEngineMetadata | None,
-        kv_caches: Layers | None,
-    ) -> None:
-        """Check that the engine has these properties, and attach the tensors."""
-        self._loop.check_process()
-        if (config or self.config) != self.config or (metadata or self.metadata) != self.metadata:
-            raise ConfigError(
-                f"engine {instance_id!r} exists with another config or other metadata; "
-                f"destroy it first, or use another instance id"
-            )
-        if kv_caches is not None:
-            self.attach(kv_caches)
-
     def _ready(self, kv_caches: Layers | None) -> CacheEngine | None:
         self._loop.check_process()
         if self._closed:  # before the lock, which `close` holds until everything is closed
@@ -426,7 +409,15 @@ class LMCacheEngineBuilder:
                     cls._engines[instance_id] = engine
                     return engine
                 if engine is not None and not engine.closed:
-                    engine._check_and_attach(instance_id, config, metadata, kv_caches)
+                    engine._loop.check_process()
+                    wanted = (config or engine.config, metadata or engine.metadata)
+                    if wanted != (engine.config, engine.metadata):
+                        raise ConfigError(
+                            f"engine {instance_id!r} exists with another config or other metadata; "
+                            f"destroy it first, or use another instance id"
+                        )
+                    if kv_caches is not None:
+                        engine.attach(kv_caches)
                     return engine
             if engine is not None:  # it was closed
                 cls.destroy(instance_id)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -280,10 +280,10 @@ def open_resources() -> set[object]:
     return resources
 
 
-async def check_resources(before: set[object]) -> None:
-    """Wait until all files, connections and threads are closed that were not open before. Fail after DEADLINE_S."""
+async def wait_for_no_others(before: set[object], now: Callable[[], Collection[object]]) -> None:
+    """Wait until `now()` has nothing that was not there before. Fail after DEADLINE_S."""
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while left := open_resources() - before:
+    while left := {*now()} - before:
         assert asyncio.get_running_loop().time() < deadline, f"the closed tier has left these open: {left}"
         await asyncio.sleep(0)
 
