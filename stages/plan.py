@@ -25,11 +25,10 @@ class PlanStage:
             keys, in_arena=batch.request.waited_for, deadline=batch.scope.earlier(LOOKUP_SHARE)
         )
         arena = {i for i, each in enumerate(self._stack.tiers) if not each.leaves_memory}
-        return PlannedBatch(
-            request=batch.request,
+        return batch.as_type(
+            PlannedBatch,
             chunks=batch.chunks[start : start + len(tiers)],
             rows=batch.rows[start : start + len(tiers)],
-            scope=batch.scope,
             tiers=tiers,
             cause=cause,
             resident=next((i for i, tier in enumerate(tiers) if tier not in arena), len(tiers)),

@@ -196,7 +196,12 @@ def _check_groups(config: EngineConfig, groups: Sequence[EngineGroup]) -> None:
                 f"chunk_size is {config.chunk_size}; expected a multiple of the {unit} tokens of a"
                 f" block, such as {-(-config.chunk_size // unit) * unit}"
             )
-        check_hash_key(config, group.namespace)
+        if config.read_hash_key() != group.namespace.hash_key:  # the keys of its chunks would not be secret
+            found = hash_key_id(group.namespace.hash_key) or "none"
+            raise ConfigError(
+                f"hash_key: the hash key of the namespace ({found}) is not the configured one: create the namespace with"
+                " hash_key=config.read_hash_key()"
+            )
 
 
 def default_logger() -> LimitedLogger:
@@ -214,16 +219,6 @@ def _open_cipher(config: EngineConfig) -> RecordCipher | None:
             cipher.key_id,
         )
     return cipher
-
-
-def check_hash_key(config: EngineConfig, namespace: Namespace) -> None:
-    """Raise ConfigError if a namespace does not have the configured hash key. Its chunk keys would not be secret."""
-    if config.read_hash_key() != namespace.hash_key:
-        found = hash_key_id(namespace.hash_key) or "none"
-        raise ConfigError(
-            f"hash_key: the hash key of the namespace ({found}) is not the configured one: create the namespace with"
-            " hash_key=config.read_hash_key()"
-        )
 
 
 def chain_stages(config: EngineConfig, chain: ChainName) -> tuple[str, ...]:

@@ -175,11 +175,7 @@ class Batch:
 
     def first(self, count: int) -> Self:
         """Return the batch of the first `count` chunks, with the same scope."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        cut: dict[str, Any] = {
-            name: value[:count] for name, value in values.items() if isinstance(value, tuple)
-        }
-        return replace(self, **cut)
+        return replace(self, **self._slices(0, count))
 
     def as_type(self, batch_type: type[AnyBatch], **changes: Any) -> AnyBatch:
         """Return a batch of another type with these changes, and with all fields that both types have."""
@@ -191,19 +187,19 @@ class Batch:
 
         The counts of the whole request belong to its first batch, so that they are counted once.
         """
-        return replace(
-            self,
-            chunks=self.chunks[start:stop],
-            rows=self.rows[start:stop],
-            drops=self.drops if start == 0 else Counter(),
-            scope=Scope(),
-            **self._own_part(start, stop),
-        )
+        drops = self.drops if start == 0 else Counter()
+        own = self._own_part(start, stop)
+        return replace(self, **self._slices(start, stop), **own, drops=drops, scope=Scope())
 
     def _own_part(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the fields of `part` that this class adds."""
+        """Return the fields of `part` that this class adds, other than tuples."""
         del start, stop
         return {}
+
+    def _slices(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the fields with one element per chunk, for the chunks `start`..`stop`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value[start:stop] for name, value in values.items() if isinstance(value, tuple)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +312,6 @@ class PlannedBatch(Batch):
 
     def _own_part(self, start: int, stop: int) -> dict[str, Any]:
         return {
-            "tiers": self.tiers[start:stop],
             "cause": self.cause if stop >= len(self.chunks) else "",
             "resident": max(0, min(stop, self.resident) - start),
         }

@@ -218,10 +218,7 @@ class Cases:
     async def stop_backend(self, tier: Tier) -> bool:
         """Make the backend of the open tier fail for the rest of the test, without calling the tier.
 
-        The default returns False.
-
-        Returns:
-            Whether the backend was stopped. If not, the test of a failing backend does not apply.
+        Return whether it was stopped; the default returns False. If not, the test of a failing backend does not apply.
         """
         del tier
         return False
