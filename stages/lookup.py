@@ -45,13 +45,7 @@ class LookupStage:
             missing = [i for i in missing if i not in masked]
         if len(missing) < len(chunks):
             chunks, rows = tuple(chunks[i] for i in missing), tuple(rows[i] for i in missing)
-        return MissingBatch(
-            request=batch.request,
-            chunks=chunks,
-            rows=rows,
-            drops=drops,
-            present=present,
-        )
+        return batch.as_type(MissingBatch, chunks=chunks, rows=rows, drops=drops, present=present)
 
     def _memory_chunks(self) -> int:
         """Return the maximum number of chunks of one prompt in host memory."""

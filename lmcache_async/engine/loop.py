@@ -19,7 +19,6 @@ from lmcache_async.logging import LimitedLogger, describe
 
 T = TypeVar("T")
 
-_CLOSED = "the event loop's thread was closed"
 LAST_S = 1.0
 """Seconds for tasks to clean up when the thread ends without `close`."""
 
@@ -103,7 +102,7 @@ class LoopThread:
         self.check_process()
         with self._lock:
             has_ended = bool(self.closed)
-            self.closed = self.closed or _CLOSED
+            self.closed = self.closed or "the event loop's thread was closed"
             if not has_ended:
                 drained = asyncio.run_coroutine_threadsafe(_cancel_others(timeout_s), self._loop)
         if has_ended:

@@ -106,7 +106,7 @@ def build_stage(name: str, target: Any, resources: Mapping[str, Any]) -> Stage[A
     if not inspect.isclass(target):
         return typing.cast("Stage[Any, Any]", target)
     wanted: dict[str, Any] = {}
-    for parameter in _parameters(typing.cast("Any", target)):  # mypy takes no class for Hashable
+    for parameter in inspect.signature(target).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in resources:
@@ -126,8 +126,3 @@ def _annotated_types(function: Callable[..., Any]) -> tuple[Any, Any] | None:
     if len(parameters) != 1 or parameters[0] not in hints or "return" not in hints:
         return None
     return hints[parameters[0]], hints["return"]
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(target: type[Any]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(target).parameters.values())
