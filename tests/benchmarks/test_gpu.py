@@ -18,6 +18,8 @@ from tools.benchmarks.command import Loaded, settings_of
 from tools.benchmarks.gpu import DTYPES, IN, MODELS, OUT, Copies, refusal, shapes
 from tools.benchmarks.gpu_device import HostGpu, available_bytes
 
+pytestmark = pytest.mark.one_loop
+
 GIB = 1 << 30
 LOADED = Loaded(gpu.run, gpu.Settings(), gpu.QUICK)
 SMALL = dataclasses.replace(gpu.QUICK, layers=1, models="llama-8b,deepseek-mla")

@@ -23,6 +23,8 @@ from tools.gpu import checkout, command, profile, race
 from tools.gpu.command import Options, Part
 from tools.gpu.page import page, targets
 
+pytestmark = pytest.mark.one_loop
+
 ROOT = Path(__file__).parents[2]
 SMALL_RACE = dataclasses.replace(race.QUICK, rounds=4)
 
@@ -55,7 +57,6 @@ class StrayMover(TorchMover):
             self.memory[:64] = 1
 
 
-@pytest.mark.one_loop
 async def test_a_race_run_finds_no_problem_and_has_hits():
     outcome = await race.run(TorchGpu(), SMALL_RACE, seconds=600, seed=3, most_engines=3)
 
@@ -65,7 +66,6 @@ async def test_a_race_run_finds_no_problem_and_has_hits():
     assert outcome.counts["stored chunks"] > 0
 
 
-@pytest.mark.one_loop
 @pytest.mark.parametrize(
     ("mover", "problem"),
     [
@@ -81,9 +81,8 @@ async def test_a_race_run_finds_a_broken_copy(mover, problem):
     assert any(problem in text for text in outcome.problems)
 
 
-@pytest.mark.one_loop
 async def test_the_profile_has_rates_and_calls_of_each_layout_and_block_size():
-    rows = [row async for row in profile.profile(profile.QUICK, Frame(rounds=1), TorchGpu(), 60)]
+    rows = [row async for row in profile.profile(profile.QUICK, Frame(rounds=1), TorchGpu(), 3600)]
 
     caches = {
         f"deepseek-mla, bf16, {form}, blocks of {size}"
@@ -97,7 +96,6 @@ async def test_the_profile_has_rates_and_calls_of_each_layout_and_block_size():
     assert beside == {cache for cache in caches if cache.endswith("blocks of 16")}
 
 
-@pytest.mark.one_loop
 async def test_cases_too_slow_for_the_profile_are_skipped_with_a_line():
     frame = Frame(rounds=1)
 

@@ -11,6 +11,8 @@ import pytest
 from lmcache_async.bench import measure
 from lmcache_async.bench.measure import Case, Frame, Row, document, run
 
+pytestmark = pytest.mark.one_loop
+
 
 @dataclass
 class Settings:

@@ -16,6 +16,8 @@ from tests.support import forked_python
 from tools.benchmarks import peers, peers_vllm
 from tools.benchmarks.peers import HASH_LIST, LOOKUP, RETRIEVE, STORE, Kind, PeerError, Workload
 
+pytestmark = pytest.mark.one_loop
+
 WORK = Workload(CacheForm(512, layers=2, heads=2, head_dim=8), hash_tokens=1024, chunks=4)
 ABSENT = Kind("Absent", "no_such_package", "no_such_module")
 
