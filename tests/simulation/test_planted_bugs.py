@@ -197,10 +197,10 @@ BUGS = {
     },
     Faults.MANY: {
         no_verify: 27,
-        no_checksum: 11,
+        no_checksum: 9,
         flush_forgets: 5,
         clear_does_not_wait: 9,
-        hole_ignored_by_the_fetch: 12,
+        hole_ignored_by_the_fetch: 56,
         late_call_loses_its_lease: 39,
         queue_without_bound: 3,
         no_deadlines: 12,
