@@ -220,6 +220,13 @@ WAITS = (
         ("tests/unit/test_copier_cuda.py",),
     ),
     Mutation(
+        "copies to host memory are not on the stream of their part",
+        "lmcache_async/device/cuda.py",
+        "            if to_host:\n                self._copy_payloads(",
+        "        if to_host:\n                self._copy_payloads(",
+        ("tests/unit/test_copier_cuda.py",),
+    ),
+    Mutation(
         "a GPU copier does not check later jobs",
         "lmcache_async/device/cuda.py",
         "        if start < stop:\n",
