@@ -155,7 +155,7 @@ class Serving(Simulation):
             prefix_caching=self.rng.random() < 0.7,
             overlapped=overlapped,
             stages=stages,
-            by_priority=self.rng.random() < 0.3,
+            by_priority=not multi and self.rng.random() < 0.3,
             multi=multi,
             others=(another_connector(seed, sync_failures=not overlapped and stages == 1),) if multi else (),
         )

@@ -201,10 +201,10 @@ class AnotherConnector(KVConnectorBase_V1):
         self._bad_blocks: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._chosen.random() < 0.1:
-            return None, False
         at = request.request_id, request.num_preemptions
         if at not in self._offers:
+            if self._chosen.random() < 0.3:
+                return None, False
             most = (request.num_tokens - 1) // self._block_size
             tokens = self._chosen.randint(0, most) * self._block_size if self._chosen.random() < 0.3 else 0
             self._offers[at] = tokens, self._chosen.random() < 0.7

@@ -416,8 +416,8 @@ class RequestTracker:
     def refresh_lookup(self, now: float, epoch: int, *, may_repeat: bool) -> Refresh:
         """Return whether the request needs a new lookup.
 
-        It does if the last lookup was released, is of another epoch, was sent before a preemption, or is too old. After a
-        failed load it does only if the request was preempted.
+        It does if the last lookup is of another epoch, was sent before a preemption, or is too old. After a failed load it
+        does only if the request was preempted.
         """
         state = self._lookup
         if state is None:
@@ -426,7 +426,7 @@ class RequestTracker:
         if state.preemptions == self._request.num_preemptions:
             if self.load_failed:
                 return Refresh(ask=False)
-            if not state.released and state.lookup.epoch == epoch:
+            if state.lookup.epoch == epoch:
                 repeated = may_repeat and not self._repeated and self._is_old(state, now)
                 if not repeated:
                     return Refresh(ask=False)
