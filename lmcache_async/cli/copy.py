@@ -78,7 +78,7 @@ def _place(text: str, config: Path | None) -> tuple[str | None, str | None]:
 
 def _lines(done: CopyReport) -> Iterator[str]:
     verb = "to copy" if done.dry_run else "copied"
-    # A dry run takes sizes from the listing, and that of a tier has none.
+    # A dry run without a limit reads no records of a tier, whose listing has no sizes.
     size = human(done.bytes) if done.bytes or not done.records else "of unknown size"
     yield (
         f"{done.source} to {done.destination}: {verb}: {number(done.records, 'record')}, {size};"

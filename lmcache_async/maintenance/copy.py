@@ -160,8 +160,8 @@ class RecordCopier:
         if self._ended:
             counts.skipped += 1
             return 0
-        wants_header = bool(self.selection.patterns) or (self.dry_run and self.max_bytes is not None)
-        if wants_header and (self.source.reads_headers or self.dry_run):
+        wants_size = self.dry_run and (self.source.reads_headers or self.max_bytes is not None)
+        if (self.selection.patterns or wants_size) and (self.source.reads_headers or self.dry_run):
             info = await examine(self.source, stored, self.selection, header_only=True)
             if info.cause:
                 self._leave(info)

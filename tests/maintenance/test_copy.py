@@ -90,6 +90,16 @@ def test_a_full_destination_has_the_most_recently_used_records(root, tmp_path):
     ).stdout.replace("5 records", "4 records")
 
 
+def test_a_dry_run_counts_records_and_bytes_as_the_copy_does(root, tmp_path):
+    record_files(root)[1].write_bytes(b"not a record" * 1000)
+
+    planned = told("copy", root, tmp_path / "there", "--dry-run", code=1)
+    done = told("copy", root, tmp_path / "there", code=1)
+
+    assert (planned["records"], planned["refused"]) == (7, {"magic": 1})
+    assert planned | {"complete": False, "dry_run": False} == done
+
+
 def test_a_dry_run_changes_nothing_and_reports_what_is_missing(root, tmp_path):
     there = tmp_path / "there"
 
