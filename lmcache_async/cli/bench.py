@@ -65,8 +65,7 @@ def disk_command(
     """Measure stores and retrieves on disk, and compare them with pwrite and preadv with O_DIRECT."""
     from lmcache_async.bench import disk  # imports torch, which --help does not need
 
-    folder = None if path is None else str(path)
-    _run(disk, disk.run, json_file, rounds, quick, path=folder, mib=mib, threads=threads)
+    _run(disk, disk.run, json_file, rounds, quick, path=path and str(path), mib=mib, threads=threads)
 
 
 @bench_command.command("tier")
