@@ -46,11 +46,9 @@ class EncryptStage:
         sizes = [buffer.nbytes for buffer in batch.buffers] if self._stack.leaves_memory else []
         copies = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
         batch.scope.add(copies)
-        at_rest = tuple(copies)
-        del copies
-        if at_rest:
-            await in_thread(self._workers, lambda: self._encrypt(batch, at_rest))
-        return batch.as_type(EncryptedBatch, at_rest=at_rest)
+        if copies:
+            await in_thread(self._workers, lambda: self._encrypt(batch, copies))
+        return batch.as_type(EncryptedBatch, at_rest=tuple(copies))
 
     def _encrypt(self, batch: SealedBatch, copies: Sequence[Buffer]) -> None:
         for chunk, buffer, copy in zip(batch.chunks, batch.buffers, copies, strict=False):

@@ -34,12 +34,8 @@ class FetchStage:
             deadline=batch.scope.earlier(READ_SHARE),
         )
         batch.scope.add(fetched.buffers)
-        return batch.first(len(fetched.buffers)).as_type(
-            FetchedBatch,
-            tiers=fetched.tiers,
-            cause=fetched.cause or batch.cause,
-            buffers=fetched.buffers,
-        )
+        found, cause = batch.first(len(fetched.buffers)), fetched.cause or batch.cause
+        return found.as_type(FetchedBatch, tiers=fetched.tiers, cause=cause, buffers=fetched.buffers)
 
     async def _allocate(self, nbytes: int) -> Buffer:
         return await self._arena.lease(nbytes, timeout_s=self._timeout_s)

@@ -70,8 +70,7 @@ class VerifyStage:
                 for chunk, buffer in zip(batch.chunks[:count], batch.buffers[:count], strict=True)
             ]
             await self._stack.promote(items, batch.tiers[:count])
-        cause = batch.cause if error is None else "corrupt"
-        return batch.first(count).as_type(VerifiedBatch, cause=cause)
+        return batch.first(count).as_type(VerifiedBatch, cause="corrupt" if error else batch.cause)
 
     def _needs_checksum(self, tier: int) -> bool:
         return self._verify_arena or not self._stack.tiers[tier].tier.capabilities.in_arena

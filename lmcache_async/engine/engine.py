@@ -569,8 +569,7 @@ def _merge_stored(batches: Sequence[BatchStored], start: float, copied: float) -
     stored = tokens = 0
     dropped = Drops()
     for batch in batches:
-        if batch.dropped:
-            dropped.add_all(batch.dropped)
+        dropped.add_all(batch.dropped)
         causes = batch.outcomes.causes()
         written = causes.count("")
         stored += written

@@ -223,9 +223,8 @@ def _refuse_result(info: StageInfo, result: object) -> NoReturn:
 def _clear_frames(error: BaseException) -> None:
     """Clear the frames in the traceback of a stage's error. Their views of buffers would keep slabs in use until a collection.
 
-    If the error was raised before, the traceback also has the frames of callers that caught it, and `clear` would end
-    the coroutine of a suspended frame. The frames below the one of the stage are therefore cleared only if they are of
-    functions, or of modules whose coroutines do not continue after an error.
+    The traceback of an error that was raised before also has the frames of callers that caught it, and `clear` would end the
+    coroutine of a suspended one. Below the frame of the stage, coroutines are cleared only in modules where they end too.
     """
     for depth, (frame, _) in enumerate(traceback.walk_tb(error.__traceback__)):
         is_coroutine = frame.f_code.co_flags & _SUSPENDABLE

@@ -18,6 +18,9 @@ MAX_PAYLOAD_BYTES = 64 * 1024
 SLAB_BYTES = FORMAT.record_bytes(MAX_PAYLOAD_BYTES)
 """Bytes of the longest test record, in whole pages: slab size of an arena for test records."""
 
+ODD_KEYS = (bytes(16), b"\xff" * 16, b"../../etc/passwd", b"a/b\n\r\t \"'*?;&|\x00%", b"con.aux.nul..  .")
+"""Keys that need escaping in paths or commands."""
+
 
 def small_arena(slabs: int) -> Arena:
     """Return an arena of `slabs` slabs of SLAB_BYTES."""
