@@ -23,7 +23,7 @@ class AllocateStage:
 
     async def __call__(self, batch: MissingBatch) -> LeasedBatch:
         counts = [*map(len, batch.rows)]
-        size_of = {count: self._record_bytes(count) for count in set(counts)}
+        size_of = {rows: self._format.record_bytes(self._layout.payload_bytes(rows)) for rows in set(counts)}
         sizes = [size_of[count] for count in counts]
         buffers = await self._arena.lease_many(sizes, timeout_s=self._timeout_s)
         batch.scope.add(buffers)
@@ -33,6 +33,3 @@ class AllocateStage:
             drops = Drops(drops)
             drops.add(batch.chunks[count:], "no_room")
         return batch.first(count).as_type(LeasedBatch, drops=drops, buffers=tuple(buffers))
-
-    def _record_bytes(self, num_rows: int) -> int:
-        return self._format.record_bytes(self._layout.payload_bytes(num_rows))

@@ -378,7 +378,15 @@ class CacheEngine:
         self._check_open()
         self._clears += 1
         try:
-            await self._end_writes(self.config.store.timeout_s)
+            timeout_s = self.config.store.timeout_s
+            if running := self._running():
+                _, late = await asyncio.wait(running, timeout=timeout_s)
+                if late:
+                    raise TierUnavailableError(
+                        f"{len(late)} calls did not end in {timeout_s} s; nothing cleared"
+                    )
+            if not await self.flush(timeout_s=timeout_s):
+                raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
             removed = 0
             failure: TierError | None = None
             for stacked in self._parts.stack.tiers:
@@ -392,14 +400,6 @@ class CacheEngine:
             return removed
         finally:
             self._clears -= 1
-
-    async def _end_writes(self, timeout_s: float) -> None:
-        if running := self._running():
-            _, late = await asyncio.wait(running, timeout=timeout_s)
-            if late:
-                raise TierUnavailableError(f"{len(late)} calls did not end in {timeout_s} s; nothing cleared")
-        if not await self.flush(timeout_s=timeout_s):
-            raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until slower tiers have written their queues; return False if the timeout expires."""

@@ -252,6 +252,11 @@ _RAISED: dict[FaultKind, tuple[type[Exception], str]] = {
 }
 
 
+def unavailable() -> TierError:
+    """Return a TierError, for tests of calls that fail and are not retried."""
+    return TierError("the backend is unavailable")
+
+
 class DictConfig(TierConfig):
     """Options of a DictTier.
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache_async.config import load_config
 from lmcache_async.engine.tiers import stacked_tiers
-from lmcache_async.errors import BudgetExceededError, TierError, TierFullError, TierUnavailableError
+from lmcache_async.errors import BudgetExceededError, TierFullError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.pipeline.batch import NO_ROWS, FetchedBatch, RetrieveRequest
@@ -22,7 +22,7 @@ from lmcache_async.pipeline.report import WriteOutcomes
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.stages.decrypt import DecryptStage
 from lmcache_async.stages.fetch import FetchStage
-from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier
+from lmcache_async.testing.fakes import DictTier, FakeRegistry, FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.records import SLAB_BYTES as SLAB
 from lmcache_async.testing.records import allocator, key_of, small_arena
 from lmcache_async.testing.rig import Rig
@@ -178,7 +178,7 @@ async def test_a_number_of_chunks_is_read_from_slower_tiers(arena, options, tier
 async def test_a_failing_read_is_served_by_a_slower_tier_and_counted(arena):
     faulty = FaultyTier(holding([0, 1, 2]))
     async with Opened(arena, faulty, holding([1])) as stack:
-        faulty.faults.extend([None, TierError("the backend is unavailable"), None])
+        faulty.faults.extend([None, unavailable(), None])
         fetched = await stack.fetch([key_of(n) for n in range(3)], [0, 0, 0], allocate_from(arena))
 
         assert fetched.tiers == (0, 1, 0)

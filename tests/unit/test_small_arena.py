@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from lmcache_async.errors import TierError
-from lmcache_async.testing.fakes import FaultyTier, GatedTier
+from lmcache_async.testing.fakes import FaultyTier, GatedTier, unavailable
 from lmcache_async.testing.rig import Rig
 from tests.simulation import loop as simulation
 from tests.support.engines import chunks_of, hits, leased
@@ -130,7 +129,7 @@ async def test_memory_smaller_than_the_arena_keeps_the_prefix_of_a_prompt(slower
 async def test_a_tier_that_fails_is_a_counted_drop_and_no_wait():
     rig, made = rig_of(4), Made(FaultyTier)
     async with rig.open(registry=made.registry, **settings({"name": "dict", "layers": []})) as engine:
-        made.tier.faults.extend([TierError("the backend is unavailable")] * 1000)
+        made.tier.faults.extend([unavailable()] * 1000)
         report = await engine.store(TOKENS, SLOTS)
 
         assert report.stored == 0
