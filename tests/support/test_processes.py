@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -17,11 +18,22 @@ def test_no_connection_gets_a_free_port() -> None:
     assert not [port for port in ports if low <= port <= high]
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def server_on_one_of(ports: range) -> socket.socket:
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("all ports are in use")
+
+
+def test_a_port_is_given_once_and_not_while_a_server_uses_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     few = tmp_path / "range"
     few.write_text("10000\t65499\n")
     monkeypatch.setattr(processes, "EPHEMERAL", few)
-    port = processes.free_port()
-    with socket.create_server(("127.0.0.1", port)):
-        assert port not in processes.free_ports(100)
-    assert port in processes.free_ports(100)
+    with server_on_one_of(range(65_500, 65_536)) as server:
+        given = processes.free_ports(100)
+
+        assert given
+        assert server.getsockname()[1] not in given
+        assert not processes.free_ports(100)

@@ -32,17 +32,22 @@ SETTINGS = settings(
 BEYOND_IT = {
     broken_tiers.EndsBeforeOtherPut,
     broken_tiers.EvictsWithoutEvent,
+    broken_tiers.LeavesFile,
     broken_tiers.LeavesTask,
+    broken_tiers.LeavesThread,
     broken_tiers.ListsLiveRecords,
     broken_tiers.LosesWhenClosed,
     broken_tiers.MergesRepeatedKeys,
+    broken_tiers.MissesInOutage,
     broken_tiers.NoMemoryBreaksBatch,
     broken_tiers.OddErrorWhenClosed,
     broken_tiers.OddErrorForLongRecord,
+    broken_tiers.OddErrorInOutage,
     broken_tiers.OtherMemory,
     broken_tiers.RemembersMisses,
     broken_tiers.ReportsEvictionsInThread,
     broken_tiers.SharesCancellation,
+    broken_tiers.StoresNothingInOutage,
     broken_tiers.SwallowsRejectCancellation,
 }
 FINDABLE = [kind for kind in BROKEN if kind not in BEYOND_IT]
