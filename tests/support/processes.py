@@ -15,8 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 WAIT_S = 150.0
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_taken: list[socket.socket] = []
-"""Bound to names, one for each port that this process has got, so that no other test process gets it."""
 
 
 class Startable(Protocol):
@@ -75,7 +73,7 @@ def _bound(one: socket.socket, port: int) -> bool:
     except OSError:
         name.close()
         return False
-    _taken.append(name)
+    name.detach()  # the name, and with it the port, belongs to this process until it ends
     return True
 
 
