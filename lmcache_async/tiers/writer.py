@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -50,18 +50,23 @@ class _Item(NamedTuple):
 
 
 class WriteReservation:
-    """Room in a write queue for chunks that will be submitted. A submitted chunk may use the room of any reservation of its key."""
+    """Room in a write queue for chunks that will be submitted.
 
-    __slots__ = ("_keys", "_writer")
+    Attributes:
+        keys: The chunks.
+        unused: Chunks whose room is not used yet. A submitted chunk may use the room of any reservation of its key.
+    """
 
-    def __init__(self, writer: TierWriter, keys: frozenset[ChunkKey]) -> None:
+    __slots__ = ("_writer", "keys", "unused")
+
+    def __init__(self, writer: TierWriter, keys: Collection[ChunkKey]) -> None:
         self._writer = writer
-        self._keys = keys
+        self.keys = frozenset(keys)
+        self.unused = set(keys)
 
     def release(self) -> None:
         """Return the room that no chunk has used. May be called twice."""
-        keys, self._keys = self._keys, frozenset()
-        self._writer.withdraw(keys)
+        self._writer.withdraw(self)
 
 
 class TierWriter:
@@ -94,8 +99,7 @@ class TierWriter:
         self._budget = ByteBudget(max(max_bytes, chunk_bytes))
         self._max_s = max_s
         self._chunk_bytes = chunk_bytes
-        self._reservations: Counter[ChunkKey] = Counter()  # that have not ended
-        self._unused: Counter[ChunkKey] = Counter()  # whose room no chunk has used
+        self._reservations: list[WriteReservation] = []
         self._call_bytes = call_bytes
         self._queue: deque[_Item] = deque()
         self._work = asyncio.Event()
@@ -117,21 +121,24 @@ class TierWriter:
             BudgetExceededError: There was no room within `timeout_s`, or the chunks exceed the bound (raised
                 at once).
         """
-        reserved = frozenset(keys)
-        await self._budget.reserve(len(reserved) * self._chunk_bytes, timeout_s=timeout_s)
-        self._reservations.update(reserved)
-        self._unused.update(reserved)
-        return WriteReservation(self, reserved)
+        reservation = WriteReservation(self, keys)
+        await self._budget.reserve(len(reservation.keys) * self._chunk_bytes, timeout_s=timeout_s)
+        self._reservations.append(reservation)
+        return reservation
 
-    def withdraw(self, keys: Collection[ChunkKey]) -> None:
-        """End a reservation of the chunks. Other reservations of the same chunks keep their room."""
-        self._reservations.subtract(keys)
-        excess = [key for key in keys if self._unused[key] > self._reservations[key]]
-        self._unused.subtract(excess)
-        for key in keys:
-            if not self._reservations[key]:
-                del self._reservations[key], self._unused[key]
-        self._budget.release(len(excess) * self._chunk_bytes)
+    def withdraw(self, reservation: WriteReservation) -> None:
+        """End a reservation. Other reservations of the same chunks keep their room."""
+        if reservation not in self._reservations:
+            return
+        self._reservations.remove(reservation)
+        # A chunk may have used the room of another reservation instead of this one's.
+        for other in self._reservations:
+            if not reservation.unused:  # true of most batches
+                break
+            moved = reservation.unused & (other.keys - other.unused)
+            other.unused |= moved
+            reservation.unused -= moved
+        self._budget.release(len(reservation.unused) * self._chunk_bytes)
 
     async def submit(
         self,
@@ -206,11 +213,14 @@ class TierWriter:
 
     def _use_reservation(self, key: ChunkKey, nbytes: int) -> bool:
         """Use the room that is reserved for a chunk. Return whether there is any."""
-        if self._closed or nbytes > self._chunk_bytes or self._unused.get(key, 0) < 1:
+        if self._closed or nbytes > self._chunk_bytes:
             return False
-        self._unused[key] -= 1
-        self._budget.release(self._chunk_bytes - nbytes)
-        return True
+        for reservation in self._reservations:
+            if key in reservation.unused:
+                reservation.unused.remove(key)
+                self._budget.release(self._chunk_bytes - nbytes)
+                return True
+        return False
 
     async def _take_room(self, nbytes: int, timeout_s: float) -> TierError | None:
         """Wait for room for a chunk. Return the error if there is none in time."""
