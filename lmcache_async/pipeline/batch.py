@@ -6,6 +6,7 @@ Each step has its own batch type, so a chain with stages in the wrong order is r
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -145,6 +146,8 @@ class Scope:
 class Batch:
     """Chunks of one request in prefix order, with their device rows.
 
+    Each field that is a tuple has one element per chunk, or none, also in derived classes.
+
     Attributes:
         request: The request.
         chunks: The chunks.
@@ -175,12 +178,12 @@ class Batch:
 
     def first(self, count: int) -> Self:
         """Return the batch of the first `count` chunks, with the same scope."""
-        return replace(self, **self._slices(0, count))
+        return self if count == len(self.chunks) else replace(self, **self._slices(0, count))
 
     def as_type(self, batch_type: type[AnyBatch], **changes: Any) -> AnyBatch:
         """Return a batch of another type with these changes, and with all fields that both types have."""
-        common = {each.name for each in fields(self)} & {each.name for each in fields(batch_type)}
-        return batch_type(**{name: getattr(self, name) for name in common} | changes)
+        common = {name: getattr(self, name) for name in _common_fields((type(self), batch_type))}
+        return batch_type(**common | changes)
 
     def part(self, start: int, stop: int) -> Self:
         """Return the batch of chunks `start`..`stop`, with its own scope.
@@ -198,8 +201,14 @@ class Batch:
 
     def _slices(self, start: int, stop: int) -> dict[str, Any]:
         """Return the fields with one element per chunk, for the chunks `start`..`stop`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {name: getattr(self, name) for name in _common_fields((type(self), type(self)))}
         return {name: value[start:stop] for name, value in values.items() if isinstance(value, tuple)}
+
+
+@functools.cache
+def _common_fields(types: tuple[type[Batch], type[Batch]]) -> list[str]:
+    first, second = ([each.name for each in fields(one)] for one in types)
+    return [name for name in first if name in second]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
