@@ -360,7 +360,7 @@ class VLLMConfig(Section):
     prefill_tokens_per_s: OptionalRate = None
     """Prefill speed in tokens per second for load_policy; none to measure it."""
     wait_for_producer_s: Wait = 2.0
-    """Longest wait of a request for chunks that another vLLM has promised to store, in seconds; 0 for no
+    """Longest wait of a request for chunks that another vLLM instance has promised to store, in seconds; 0 for no
     wait."""
     producer_loads: Flag = True
     """Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."""

@@ -84,7 +84,7 @@ class Job:
         epoch: Number of cache resets before the job was created.
         layerwise: Whether the forward pass of the same step awaits this load, layer by layer.
         awaited: Whether the worker awaits this load before the end of the step, because the step computes nothing.
-        hand_over: Whether this store is promised to another vLLM, so that the tiers' answers are reported.
+        hand_over: Whether this store is promised to another vLLM instance, so that the tiers' answers are reported.
         event_lora_name: The adapter's name in KV events, "" without one; None if no event is published.
     """
 

@@ -210,7 +210,7 @@ class LoadPolicy:
     def decide(self, request_id: str, hit: Hit, *, promised: bool = False) -> Decision:
         """Decide to load all of the hit, nothing of it, or the part up to the end of a tier's run.
 
-        A promised hit is loaded, because another vLLM has computed it for this one.
+        A promised hit is loaded, because another vLLM instance has computed it for this one.
         """
         if hit.tokens <= hit.local_tokens:
             return Decision("local", hit.tokens, LOCAL) if hit.tokens else Decision("miss", 0, NO_PREFIX)
@@ -241,7 +241,7 @@ class LoadPolicy:
     def _forced(self, promised: bool) -> str:
         """Return the reason for loading the hit without comparing times; "" if they are compared."""
         if promised:
-            return "another vLLM has computed it for this one"
+            return "another vLLM instance has computed it for this one"
         if self._always:
             return "vllm.load_policy is always"
         return "" if self.prefill.known else "the prefill speed is not known yet"

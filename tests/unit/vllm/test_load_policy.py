@@ -84,7 +84,7 @@ def test_a_hit_that_has_nothing_to_load_is_not_decided(tokens, local, decided):
     ("options", "promised", "why"),
     [
         ({"always": True}, False, "vllm.load_policy is always"),
-        ({}, True, "another vLLM has computed it for this one"),
+        ({}, True, "another vLLM instance has computed it for this one"),
         ({"tokens_per_s": None}, False, "the prefill speed is not known yet"),
     ],
 )
