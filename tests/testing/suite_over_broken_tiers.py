@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
 from lmcache_async.testing import DictConfig, DictTier, TierConformance
@@ -55,6 +58,28 @@ class BrokenConformance(TierConformance):
 
 class TestDictTier(BrokenConformance):
     """The control: a correct tier."""
+
+
+class ThreadsOfLoop(DictTier):
+    """Uses the threads of the event loop, as `asyncio.to_thread` and aiofiles do: more of them when it is opened again."""
+
+    threads = 1
+
+    async def __aenter__(self):
+        same_time = threading.Barrier(self.threads)
+        await asyncio.gather(*(asyncio.to_thread(same_time.wait) for _ in range(self.threads)))
+        return await super().__aenter__()
+
+
+class TestThreadsOfLoop(BrokenConformance):
+    """Another correct tier."""
+
+    kind = ThreadsOfLoop
+
+    def reopen(self, tier):
+        again = super().reopen(tier)
+        again.threads = tier.threads + 1
+        return again
 
 
 for kind in BROKEN:

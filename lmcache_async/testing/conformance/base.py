@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +26,9 @@ T = TypeVar("T")
 
 ARENA_SLABS = 48
 """Number of records that the arena of a test holds at the same time."""
+
+LOOP_THREADS = 4
+"""Threads of the default executor of an event loop on which the threads of a tier are compared."""
 
 
 class TierRig:
@@ -266,6 +270,16 @@ class _Caller:
 
     def retained(self, lease: Buffer) -> None:
         """Do nothing: the tier releases the lease."""
+
+
+def start_threads_of_loop() -> None:
+    """Give the running loop a default executor whose threads are all started, so that no call of a tier starts one."""
+    executor = ThreadPoolExecutor(LOOP_THREADS)
+    asyncio.get_running_loop().set_default_executor(executor)
+    started = threading.Barrier(LOOP_THREADS + 1)
+    for _ in range(LOOP_THREADS):
+        executor.submit(started.wait)
+    started.wait()
 
 
 def open_resources() -> set[object]:

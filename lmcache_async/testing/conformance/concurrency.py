@@ -20,6 +20,7 @@ from lmcache_async.testing.conformance.base import (
     open_resources,
     opened_rig,
     release_all,
+    start_threads_of_loop,
     wait_for_no_others,
 )
 from lmcache_async.testing.conformance.content import LENGTHS
@@ -287,6 +288,7 @@ class LifecycleCases(Cases):
 
     async def test_closing_ends_tasks_and_threads_and_closes_files(self, tier: Tier, arena: Arena) -> None:
         """Except for tasks, two uses of a persistent tier are compared: the first one may start what the process keeps."""
+        start_threads_of_loop()
         before: set[object] = {*asyncio.all_tasks()}
         async with opened_rig(tier, arena) as rig:
             await rig.put(1)
