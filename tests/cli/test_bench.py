@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.bench.raw import move_all
+from tests.support.daemons import WAITS
 from tests.support.valkey_servers import running
 from tools.benchmarks.servers import host_daemon, valkey_server
 
@@ -43,7 +44,7 @@ def arguments(request, tmp_path):
             config.write_text(json.dumps({"tiers": ["cpu", tier]}))
             return ["tier", "local", "--config", str(config)]
         case "tier by JSON":
-            tier = {"name": "host", "socket": str(request.getfixturevalue("daemon"))}
+            tier = {"name": "host", "socket": str(request.getfixturevalue("daemon")), **WAITS}
             return ["tier", json.dumps(tier)]
         case _:
             return ["tier", request.getfixturevalue("valkey")]

@@ -35,7 +35,7 @@ from tests.maintenance.filled import (
     store_of,
     told,
 )
-from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import WAITS, ThreadedDaemon, socket_path
 
 
 def test_from_directory_to_directory(root, tmp_path):
@@ -230,7 +230,7 @@ def test_gc_of_a_tier_refuses_age_and_size(valkey):
 
 def test_to_the_pool_of_a_host_and_back(root, tmp_path):
     with socket_path() as path, ThreadedDaemon(path):
-        tier = {"name": "host", "socket": str(path), "prefault": False}
+        tier = {"name": "host", "socket": str(path), "prefault": False, **WAITS}
 
         assert told("copy", root, json.dumps(tier))["records"] == 8
         assert loaded(rig_of(), None, tiers=[tier]) == 40

@@ -31,7 +31,7 @@ from tests.maintenance.filled import (
     rig_of,
     told,
 )
-from tests.support.daemons import ThreadedDaemon, socket_path
+from tests.support.daemons import WAITS, ThreadedDaemon, socket_path
 
 OTHER = [*TOKENS[:16], *range(7, 27)]
 """The second prompt of `root`: two of its chunks are those of TOKENS."""
@@ -105,7 +105,7 @@ def test_one_namespace_can_be_selected(config, root, tmp_path, upper):
 
 def test_the_pool_of_a_host_is_warmed_from_a_valkey_server(root, tmp_path, valkey):
     with socket_path() as path, ThreadedDaemon(path):
-        host = {"name": "host", "socket": str(path), "prefault": False}
+        host = {"name": "host", "socket": str(path), "prefault": False, **WAITS}
         config = config_of(tmp_path, host, json.loads(valkey))
         told("copy", root, "valkey", "--config", config)
 
