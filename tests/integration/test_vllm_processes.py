@@ -57,6 +57,7 @@ def test_sleep_keeps_or_drops_what_is_stored_as_configured(
         answers = [engine.ask(question)]
         engine.call("sleep_and_wake")  # blocks are still held for the store
         engine.settle()
+        engine.wait_for_hit()  # the clear has ended; until then it may delete what is stored
         answers.append(engine.ask(question))
         engine.settle()
         answers.append(engine.ask(question))
