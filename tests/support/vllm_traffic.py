@@ -180,7 +180,20 @@ class _Loads(KVConnectorMetadata):
     loads: list[_Load] = field(default_factory=list)
 
 
-class AnotherConnector(KVConnectorBase_V1):
+class LoadingConnector(KVConnectorBase_V1):
+    """Base class of connectors that store nothing, and do not load layer by layer."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+class AnotherConnector(LoadingConnector):
     """Another connector of a MultiConnector. It may have the start of any prompt, and some of its loads fail.
 
     `kv_connector_extra_config` has the `seed`, and with `sync_failures` whether loads fail in the step that uses the KV.
@@ -276,15 +289,6 @@ class AnotherConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
 
 
 def another_connector(seed: int, *, sync_failures: bool) -> dict[str, Any]:

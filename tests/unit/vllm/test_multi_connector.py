@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from tests.support.vllm_simulator import SimulatedVLLM, Simulators, expected
+from tests.support.vllm_traffic import LoadingConnector
 
 BLOCK = 16
 AT_ONCE = {"skip_load": True}
@@ -26,7 +23,7 @@ class Blocks(KVConnectorMetadata):
     ids: set[int] = field(default_factory=set)
 
 
-class FailingConnector(KVConnectorBase_V1):
+class FailingConnector(LoadingConnector):
     """Offers the start of the first prompt, and loads nothing of it in the step that uses it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -52,15 +49,6 @@ class FailingConnector(KVConnectorBase_V1):
         return metadata.ids
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
         pass
 
 
