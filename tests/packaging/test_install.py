@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tools import install
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+OLDEST_PYTHON = "3.11.0"
 
 CONFIG = """\
 :env:.find-links='/wheels /more'
@@ -56,3 +63,17 @@ def test_pip_installs_what_uv_cannot(
     assert all(
         command[0] == sys.executable and command[-3:] == ["--no-deps", "-r", "some.txt"] for command in called
     )
+
+
+def requires_python(line: str) -> SpecifierSet:
+    """Return the Python versions for the installed version of a requirement."""
+    metadata = importlib.metadata.metadata(Requirement(line).name)
+    return SpecifierSet(metadata.get("Requires-Python") or "")
+
+
+@pytest.mark.parametrize("name", ["package.txt", "test.txt"])
+def test_the_oldest_python_can_install_the_pinned_versions(name: str) -> None:
+    lines = [line for line in (REQUIREMENTS / name).read_text().splitlines() if line and line[0] != "#"]
+
+    assert lines
+    assert [line for line in lines if OLDEST_PYTHON not in requires_python(line)] == []
