@@ -33,6 +33,19 @@ def main() -> None:
         text = error if error.filename else f"the output cannot be written: {error.strerror}"
         sys.stderr.write(f"{text}\n")
         raise SystemExit(2) from None
+    finally:
+        _discard_unwritten_output()
+
+
+def _discard_unwritten_output() -> None:
+    """Discard output that cannot be written. Python would try again at its end, and change the exit code to 120."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
 
 
 def _open_standard_streams() -> None:

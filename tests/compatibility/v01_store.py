@@ -354,7 +354,9 @@ def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def unpack(directory: Path) -> dict[str, Any]:
     """Unpack the directories of all cases, and return the manifest."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(directory, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+            archive.extraction_filter = staticmethod(tarfile.data_filter)
+        archive.extractall(directory)
     manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     for name, time_ns in manifest["times"].items():
         os.utime(directory / name, ns=(time_ns, time_ns))

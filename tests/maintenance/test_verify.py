@@ -142,12 +142,20 @@ def test_closed_standard_streams_do_not_matter(root):
     assert ran.returncode == 0
 
 
-def test_output_that_cannot_be_written_is_an_error(root):
+@pytest.mark.parametrize("variables", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+def test_output_that_cannot_be_written_is_an_error(root, variables):
     command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
-            command, check=False, timeout=250, stdout=full, stderr=subprocess.PIPE, text=True
+            command,
+            check=False,
+            timeout=250,
+            env=others | variables,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     assert (ran.returncode, ran.stderr) == (2, "the output cannot be written: No space left on device\n")
