@@ -207,3 +207,13 @@ def test_every_tier_has_a_page() -> None:
     targets = {target: name for name, target in groups["lmcache_async.tiers"].items() if name != "redis"}
 
     assert [name for name in targets.values() if not (ROOT / "docs" / "tiers" / f"{name}.md").is_file()] == []
+
+
+def test_every_page_of_results_is_in_the_navigation_and_in_the_table() -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    table = (folder / "README.md").read_text(encoding="utf-8")
+
+    pages = {path.name for path in folder.glob("2*.md")}
+    assert pages == set(re.findall(r"benchmarks/(2\S+\.md)", navigation))
+    assert pages == set(re.findall(r"\]\((2[^)]+\.md)\)", table))

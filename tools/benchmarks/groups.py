@@ -1,8 +1,8 @@
 """Time to the first token of a hit with several KV groups, compared with vLLM's prefix cache and OffloadingConnector.
 
 Three vLLM processes with the same model get the same prompt in turn: one without a connector, one with this connector
-and one with OffloadingConnector, whose copies run at once in place of a CUDA stream. Every answer must equal that of
-vLLM's own prefix cache, and every hit must be as long; otherwise there are no figures.
+and one with OffloadingConnector, whose copies run on a thread in place of a CUDA stream, or at once. Every answer must
+equal that of vLLM's own prefix cache, and every hit must be as long; otherwise there are no figures.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tools.benchmarks.serve_engine import (
 )
 
 PLAIN, OURS, PEER = "no connector", "lmcache-async", "OffloadingConnector"
+COPIES = {"thread": "CPUOffloadingSpecWithStream", "at-once": "CPUOffloadingSpecOnCPU"}
+"""How OffloadingConnector's copies run, and the class of `tests.integration.cpu_offloading`."""
 IDLE_S = 1.2
 """Pause before another engine gets requests, in seconds. vLLM's processes poll for a second after their last work."""
 HITS = 5
@@ -83,6 +85,11 @@ class Settings:
         "mp: vLLM's worker in a process of its own; uni: in the scheduler's process, as with one GPU",
         parse=str,
     )
+    copies: str = option(
+        "thread",
+        "thread: OffloadingConnector's copies run on a thread, as on a CUDA stream; at-once: in the step that starts them",
+        parse=str,
+    )
     arena_mib: int = option(2048, "MiB of host memory for the cache")
     idle_s: float = field(default=IDLE_S)
     warm_up: int = field(default=10)
@@ -99,9 +106,10 @@ async def run(settings: Settings, frame: Frame) -> AsyncIterator[Row]:
         ServeError: A vLLM did not start, missed a hit or answered wrongly.
     """
     executors = choose("executor", settings.executors, tuple(EXECUTORS))
-    for name, executor in product(choose("model", settings.models, tuple(MODELS)), executors):
+    copies = choose("kind of copies", settings.copies, tuple(COPIES))
+    for name, executor, kind in product(choose("model", settings.models, tuple(MODELS)), executors, copies):
         with ExitStack() as stack:
-            contest = Contest(name, executor, settings, frame, stack)
+            contest = Contest(name, executor, kind, settings, frame, stack)
             for row in await frame.compare([contest.case()]):
                 yield row
 
@@ -113,9 +121,12 @@ class Contest:
         stack: Ends the engines.
     """
 
-    def __init__(self, name: str, executor: str, settings: Settings, frame: Frame, stack: ExitStack) -> None:
+    def __init__(
+        self, name: str, executor: str, copies: str, settings: Settings, frame: Frame, stack: ExitStack
+    ) -> None:
         self._name = name
         self._executor = executor
+        self._copies = copies
         self._settings = settings
         self._model = MODELS[name]
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lma")))
@@ -124,7 +135,7 @@ class Contest:
         transfers = {
             PLAIN: None,
             OURS: ours(["cpu"], settings.arena_mib * MIB, **{"vllm.load_policy": "always"}),
-            PEER: _offloading(settings.arena_mib * MIB),
+            PEER: _offloading(COPIES[copies], settings.arena_mib * MIB),
         }
         self._engines = {
             who: self._start(who, transfer, directory, stack) for who, transfer in transfers.items()
@@ -141,6 +152,7 @@ class Contest:
             "tokens": self._settings.tokens,
             "model": self._name,
             "executor": self._executor,
+            "copies": self._copies,
         }
         limits = {PEER: probes[PEER], "own hit": probes[PLAIN]}
         return Case(f"known prompt, {self._name}, {self._executor}", "ms", probes[OURS], limits, parameters)
@@ -205,13 +217,13 @@ def _make(model: Model, directory: Path, tokens: int) -> None:
     make(directory, max_tokens=tokens + 512, **model.arguments)
 
 
-def _offloading(nbytes: int) -> dict[str, Any]:
+def _offloading(specification: str, nbytes: int) -> dict[str, Any]:
     """Return the `kv_transfer_config` of OffloadingConnector on a CPU."""
     return {
         "kv_connector": PEER,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": "CPUOffloadingSpecOnCPU",
+            "spec_name": specification,
             "spec_module_path": "tests.integration.cpu_offloading",
             "cpu_bytes_to_use": nbytes,
         },
