@@ -168,7 +168,8 @@ class RecordDirectory:
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+                with contextlib.suppress(OSError):  # only the process id was written to them
+                    os.close(descriptor)
         self._fd = self._lock = -1
 
     def _close_in_child(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -82,6 +83,22 @@ async def test_a_check_by_doctor_at_the_moment_of_an_opening_does_not_refuse_it(
 
     async with DiskTier(config):
         pass
+
+
+async def test_files_that_cannot_be_closed_do_not_keep_the_directory_locked(config, monkeypatch):
+    """Network file systems report a write that exceeds the quota when the file is closed."""
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        real(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    tier = await DiskTier(config).__aenter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        await tier.__aexit__()
+
+    await open_and_close(config)
 
 
 async def test_two_tiers_of_one_process_with_one_directory_are_refused_as_such(config):
