@@ -621,6 +621,35 @@ class MergesRepeatedKeys(DictTier):
         return [key in self.records for key in dict.fromkeys(keys)]
 
 
+class FindsCancelledPuts(DictTier):
+    """Enters a chunk in its index before the record is stored, and leaves it there if the put is cancelled."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.index = set(self.records)
+
+    async def contains(self, key):
+        return key in self.index
+
+    async def put(self, key, buffer):
+        self.index.add(key)
+        record = bytes(buffer.view)
+        await asyncio.sleep(0)
+        if key in self.index:
+            self.records[key] = record
+
+    async def remove(self, key):
+        self.index.discard(key)
+        return await super().remove(key)
+
+
+class ReturnsBytes(DictTier):
+    """Returns the stored bytes instead of a buffer."""
+
+    async def get(self, key, allocate):
+        return self.records.get(key)
+
+
 BROKEN: list[type[Tier]] = [
     kind
     for kind in list(globals().values())

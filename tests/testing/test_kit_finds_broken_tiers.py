@@ -87,3 +87,4 @@ def test_the_suite_detects_a_broken_tier(kind, failed):
 def test_a_failure_shows_the_values(outcome):
     """As in a test module, because assertion rewriting is enabled for the kit."""
     assert "assert 1 == 0" in outcome[1]["TestPrefixOverHoles"]
+    assert "get returned an object of type bytes, not a Buffer" in outcome[1]["TestReturnsBytes"]

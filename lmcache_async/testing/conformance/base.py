@@ -20,6 +20,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.testing.records import allocator, check_record, key_of, record, small_arena
 from lmcache_async.testing.steps import DEADLINE_S
 from lmcache_async.tiers.base import Allocate, Tier, TierStatistics
+from lmcache_async.tiers.results import check_flag, type_text
 from lmcache_async.types import ChunkKey
 
 T = TypeVar("T")
@@ -93,20 +94,25 @@ class TierRig:
     ) -> Sequence[Buffer | TierError | None]:
         return await self.tier.get_many([key_of(number) for number in numbers], allocate or self.allocate)
 
+    async def get(self, number: int) -> Buffer | None:
+        got = await self.tier.get(key_of(number), self.allocate)
+        assert got is None or isinstance(got, Buffer), f"get returned {type_text(got)}, not a Buffer"
+        return got
+
     async def contains(self, number: int) -> bool:
-        found = await self.tier.contains(key_of(number))
+        found = check_flag("contains", await self.tier.contains(key_of(number)))
         lacks = self.tier.lacks(key_of(number))  # also for a miss, which must not change a later answer
         assert not (found and lacks), "lacks and contains contradict each other"
         return found
 
     async def remove(self, number: int) -> bool:
-        return await self.tier.remove(key_of(number))
+        return check_flag("remove", await self.tier.remove(key_of(number)))
 
     async def holds(self, *numbers: int) -> bool:
         """Return whether all of the chunks are stored, and assert that their records are right."""
         all_stored = True
         for number in numbers:
-            got = await self.tier.get(key_of(number), self.allocate)
+            got = await self.get(number)
             all_stored &= got is not None
             if got is not None:
                 with got:

@@ -122,7 +122,7 @@ class ContentCases(Cases):
 
     async def test_returned_buffers_belong_to_the_caller(self, rig: TierRig) -> None:
         await rig.put(1)
-        first, second = [await rig.tier.get(key_of(1), rig.allocate) for _ in range(2)]
+        first, second = [await rig.get(1) for _ in range(2)]
         assert first is not None
         assert second is not None
         of_arena = 0 <= first.address - rig.arena.address < len(rig.arena.region)

@@ -166,7 +166,8 @@ class TierMachine(RuleBasedStateMachine):
     - A chunk that was never put, or that was removed, is a miss.
     - A chunk that was put is stored, also after a restart of a persistent tier, unless the tier counts an
       eviction for it, or the put failed, was cancelled or overlapped a removal.
-    - `contains`, `count_prefix`, `get`, `keys`, `remove` and `statistics` agree with each other.
+    - `contains`, `count_prefix`, `get`, `keys`, `remove` and `statistics` agree with each other, also after cancelled
+      calls.
     - The stored bytes never exceed `max_bytes`, and a tier without a limit evicts nothing.
     - After each call, also a cancelled one, every lease is released and no free memory is read.
     - A cancelled call ends.
@@ -233,7 +234,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=6), alone=st.booleans())
     def get_some(self, numbers: list[int], alone: bool) -> None:
-        self.run(self._get(numbers[:1] if alone else numbers, alone=alone))
+        self.run(self._find_and_get(numbers[:1] if alone else numbers, alone=alone))
 
     @rule(numbers=SOME)
     def look(self, numbers: list[int]) -> None:
@@ -342,7 +343,15 @@ class TierMachine(RuleBasedStateMachine):
         if certain:
             self.model.put(numbers, answers)
 
-    async def _get(self, numbers: list[int], *, alone: bool = False) -> None:
+    async def _find_and_get(self, numbers: list[int], *, alone: bool) -> None:
+        found = await self.rig.stored(numbers) if self.reliable else []
+        may_miss = self.model.damaged | self.model.late
+        missed = await self._get(numbers, alone=alone)
+        vanished = missed.intersection(found) - may_miss
+        assert not vanished, f"contains finds the chunks {vanished}, but get reports a miss"
+
+    async def _get(self, numbers: list[int], *, alone: bool = False) -> set[int]:
+        """Read the chunks and check the answers. Return the chunks that are missing."""
         answers: Sequence[Buffer | TierError | None]
         try:
             if alone:
@@ -353,6 +362,7 @@ class TierMachine(RuleBasedStateMachine):
             answers = [error] * len(numbers)
         assert len(answers) == len(numbers), f"{len(answers)} answers for {len(numbers)} keys"
         await self._take_answers(numbers, answers)
+        return {number for number, answer in zip(numbers, answers, strict=True) if answer is None}
 
     async def _take_answers(self, numbers: list[int], answers: Sequence[Buffer | TierError | None]) -> None:
         try:
