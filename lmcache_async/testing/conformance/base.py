@@ -87,12 +87,17 @@ class TierRig:
 
     async def put_many(self, numbers: Iterable[int]) -> Sequence[TierError | None]:
         with self.items(numbers) as items:
-            return await self.tier.put_many(items)
+            results = await self.tier.put_many(items)
+            _check_list("put_many", results, len(items))
+            return results
 
     async def get_many(
         self, numbers: Iterable[int], allocate: Allocate | None = None
     ) -> Sequence[Buffer | TierError | None]:
-        return await self.tier.get_many([key_of(number) for number in numbers], allocate or self.allocate)
+        keys = [key_of(number) for number in numbers]
+        results = await self.tier.get_many(keys, allocate or self.allocate)
+        _check_list("get_many", results, len(keys))
+        return results
 
     async def get(self, number: int) -> Buffer | None:
         got = await self.tier.get(key_of(number), self.allocate)
@@ -310,6 +315,11 @@ def release_all(results: object) -> None:
     for result in results if isinstance(results, list) else [results]:
         if isinstance(result, Buffer):
             result.release()
+
+
+def _check_list(verb: str, results: object, count: int) -> None:
+    assert isinstance(results, list | tuple), f"{verb} returned {type_text(results)}, not a list"
+    assert len(results) == count, f"{verb} returned {len(results)} answers for {count} chunks"
 
 
 def are_answers(results: Iterable[object]) -> bool:

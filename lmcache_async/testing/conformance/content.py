@@ -20,6 +20,7 @@ from lmcache_async.testing.records import (
     record_bytes_of,
 )
 from lmcache_async.tiers.base import Tier, TierStatistics
+from lmcache_async.tiers.results import check_flag, type_text
 
 LENGTHS = (
     *(0, 1, 2, 3, 5, 7, 13, 63, 64, 65, 511, 512, 513, 1000),
@@ -234,9 +235,10 @@ class BatchCases(Cases):
 
 def _check_got(rig: TierRig, numbers: Sequence[int], results: Sequence[Buffer | TierError | None]) -> None:
     """Assert that each buffer in the result of a batch is right, and release it."""
-    assert len(results) == len(numbers)
     for number, result in zip(numbers, results, strict=True):
-        assert result is None or isinstance(result, Buffer | TierError)
+        assert result is None or isinstance(result, Buffer | TierError), (
+            f"get_many returned {type_text(result)} for a chunk"
+        )
         if isinstance(result, Buffer):
             check_record(result, number, rig.length(number))
     release_all(results)
@@ -252,7 +254,7 @@ class RemovalCases(Cases):
         async def remove(number: int) -> bool:
             if verb == "remove":
                 return await rig.remove(number)
-            return await rig.tier.reject(key_of(number), "checksum")
+            return check_flag("reject", await rig.tier.reject(key_of(number), "checksum"))
 
         async def check_found(found: list[bool]) -> None:
             keys = [key_of(1), key_of(2)]
@@ -367,7 +369,6 @@ class DamageCases(Cases):
 async def _get_damaged(rig: TierRig) -> None:
     """Get chunk 1, alone and in a batch, and assert that each record that passes verification is right."""
     results = [*await rig.get_many([1, 2])]
-    assert len(results) == 2
     try:
         results.append(await rig.tier.get(key_of(1), rig.allocate))
     except TierError as error:
