@@ -610,9 +610,13 @@ def open_cuda_copiers(
     allocated = streams.record_current()
     for part in (*stores, *loads):
         streams.wait(part.stream, allocated)
-    store = Lane("lmcache-async-gather", stores, streams.thread)
-    load = Lane("lmcache-async-scatter", loads, streams.thread)
-    fences = FenceThread("lmcache-async-fences", streams.reached, streams.thread)
+    with contextlib.ExitStack() as undo:
+        store = Lane("lmcache-async-gather", stores, streams.thread)
+        undo.callback(store.close)
+        load = Lane("lmcache-async-scatter", loads, streams.thread)
+        undo.callback(load.close)
+        fences = FenceThread("lmcache-async-fences", streams.reached, streams.thread)
+        undo.pop_all()
     lanes = Lanes(streams, store, load, fences, part_bytes)
     return [CudaCopier(layout, mover, lanes) for layout, mover in zip(layouts, movers, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import threading
 import traceback
@@ -460,6 +461,22 @@ def test_no_thread_is_left_when_memory_is_missing(monkeypatch):
 
     with pytest.raises(RuntimeError, match="StopIteration"):
         open_cuda_copiers([CacheForm().build(4).layout], streams=streams)
+
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("started", range(3))
+def test_no_thread_is_left_when_one_cannot_be_started(monkeypatch, started):
+    before, start, starts = set(threading.enumerate()), threading.Thread.start, itertools.count()
+
+    def start_some(thread):
+        if next(starts) == started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(RuntimeError, match="can't start"):
+        open_cuda_copiers([CacheForm().build(4).layout], streams=FakeStreams())
 
     assert set(threading.enumerate()) <= before
 
