@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,7 +96,7 @@ class LMCacheEngine:
     """A cache engine for code without an event loop. Thread-safe.
 
     The engine opens with the first call that has `kv_caches`. Before that, lookups find nothing. Later calls
-    must give the same tensors, or none.
+    must give the same tensors, or none. An engine that is collected without `close` is closed in the background.
 
     A forked child cannot use the engine of its parent: each call raises EngineClosedError there, and the
     parent's engine is not affected. The child may open its own engine.
@@ -121,6 +122,10 @@ class LMCacheEngine:
         self._engine: CacheEngine | None = None
         self._memory: _Memory = []
         self._closed = False
+        self._collected = weakref.finalize(
+            self, _close_collected, self._loop, self._exit, config, self._close_limit_s
+        )
+        self._collected.atexit = False
         if kv_caches is not None:
             try:
                 self._open(kv_caches)
@@ -233,18 +238,11 @@ class LMCacheEngine:
             if self._closed:
                 return
             self._closed = True
-            timeout_s = self._close_limit_s
+            self._collected.detach()
             try:
-                self._loop.submit(self._exit.aclose()).result(timeout_s)
-            except TimeoutError:
-                logger.warning(
-                    "the tiers of the engine did not close within %.0f s and are abandoned", timeout_s
-                )
-            except EngineClosedError as error:
-                logger.warning("the tiers of the engine were not closed: %s", error)
+                _close(self._loop, self._exit, self.config, self._close_limit_s)
             finally:
                 self._engine = None
-                self._loop.close(min(self.config.shutdown_timeout_s, TIER_CLOSE_S))
 
     @property
     def _close_limit_s(self) -> float:
@@ -357,6 +355,25 @@ class LMCacheEngine:
             if work is not None and not started.is_set():
                 work.close()
             raise
+
+
+def _close(loop: LoopThread, exit: contextlib.AsyncExitStack, config: EngineConfig, limit_s: float) -> None:
+    """Close the tiers of an engine, within `limit_s`, and end its thread."""
+    try:
+        loop.submit(exit.aclose()).result(limit_s)
+    except TimeoutError:
+        logger.warning("the tiers of the engine did not close within %.0f s and are abandoned", limit_s)
+    except EngineClosedError as error:
+        logger.warning("the tiers of the engine were not closed: %s", error)
+    finally:
+        loop.close(min(config.shutdown_timeout_s, TIER_CLOSE_S))
+
+
+def _close_collected(loop: LoopThread, *arguments: Any) -> None:
+    """Close an engine that was collected without `close`, on a thread of its own: the collector must not wait."""
+    if not loop.inherited:
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            threading.Thread(target=_close, args=(loop, *arguments), daemon=True).start()
 
 
 @dataclass(slots=True)

@@ -717,6 +717,24 @@ def test_destroy_frees_threads_and_memory(builder, paged):
     assert memory() is None, "the arena is still mapped"
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_an_engine_that_is_collected_without_close_frees_threads_and_descriptors(made, paged, opened):
+    before = set(threading.enumerate())
+    engine = LMCacheEngine(config(tiers=["cpu", "dict"]), kv_caches=paged.caches if opened else None)
+    if opened:
+        store(engine, paged)
+    loop = engine._loop._loop
+
+    del engine
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG_S)
+
+    assert our_threads(before) == []
+    assert loop.is_closed(), "its file descriptors are open"
+    assert len(made.records) == (5 if opened else 0)
+
+
 def test_a_failed_opening_frees_threads_and_memory(paged):
     before = set(threading.enumerate())
     with pytest.raises(ChainError):
