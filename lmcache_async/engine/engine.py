@@ -372,6 +372,7 @@ class CacheEngine:
             memory_only: Whether to keep the chunks of persistent tiers.
 
         Raises:
+            EngineClosedError: The engine is closed, or was closed before all tiers were cleared.
             TierError: Calls or writes did not end in time, and nothing was deleted; or a tier could not be
                 cleared, and the other tiers were.
         """
@@ -396,6 +397,7 @@ class CacheEngine:
                 except TierError as error:
                     failure = failure or error
             if failure is not None:
+                self._check_open()  # otherwise the tier may have failed because it was closed
                 raise failure
             return removed
         finally:

@@ -291,6 +291,23 @@ async def test_closing_during_a_call_ends_it_and_gives_every_lease_back(verb, pa
         await opened.context.__aenter__()
 
 
+async def test_a_clear_that_waits_for_a_write_while_the_engine_closes_is_told_that_it_is_closed():
+    async with Opened(shutdown_timeout_s=0.02) as opened:
+        opened.tier.close_gate("put")
+        storing = asyncio.ensure_future(opened.store(OTHERS))
+        await opened.tier.parked.wait()
+        clearing = asyncio.ensure_future(opened.engine.clear())
+        await turns(5)
+        await opened.context.__aexit__(None, None, None)
+        opened.tier.open_gate()
+        await asyncio.wait({storing, clearing})
+
+        assert isinstance(storing.exception(), EngineClosedError)
+        assert isinstance(clearing.exception(), EngineClosedError)
+        opened.context = Rig().open()
+        await opened.context.__aenter__()
+
+
 async def test_closing_tells_that_device_memory_is_free():
     async with Opened(shutdown_timeout_s=0.02) as opened:
         with_room = asyncio.Event()
