@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
@@ -16,7 +14,7 @@ import typer
 from typer import Option
 
 from lmcache_async.cli import checks as host
-from lmcache_async.cli.output import PROBLEM, STOPPED, JSONFlag, print_json, refuse, say
+from lmcache_async.cli.output import PROBLEM, STOPPED, JSONFlag, end_process, print_json, refuse, say
 from lmcache_async.cli.probe import probe_tier, probe_timeout_s
 from lmcache_async.config import EngineConfig, load_config, parse_size, survey_config
 from lmcache_async.engine.check import all_problems, tier_capabilities
@@ -61,8 +59,7 @@ def doctor_command(
         try:
             found, late = run_checks(name, seconds, work)
         except KeyboardInterrupt:
-            sys.stdout.flush()
-            os._exit(STOPPED)  # as below
+            end_process(STOPPED)
         hung |= late
         checks += found
         if not as_json:
@@ -77,8 +74,7 @@ def doctor_command(
         counts = {outcome: sum(check.outcome is outcome for check in checks) for outcome in Outcome}
         say(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if hung:  # the interpreter would wait for the thread of the check
-        sys.stdout.flush()
-        os._exit(PROBLEM)
+        end_process(PROBLEM)
     if failed:
         raise typer.Exit(PROBLEM)
 

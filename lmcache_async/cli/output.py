@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn
@@ -50,6 +52,13 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
     """Print why the command could not run, and exit."""
     say(error, to_stderr=True)
     raise typer.Exit(code) from None
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process without waiting for its threads, which may hang."""
+    Console(stderr=True).show_cursor()  # hidden while progress is shown
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -17,6 +19,7 @@ from lmcache_async.cli.output import (
     PROBLEM,
     STOPPED,
     counted,
+    end_process,
     number,
     print_json,
     progress,
@@ -90,12 +93,26 @@ def run(
 ) -> NoReturn:
     """Run the work of a command, print its report as text or JSON, and exit.
 
-    The exit code is 0 if the report has passed, else 1.
+    The exit code is 0 if the report has passed, else 1. After Ctrl-C, running calls are awaited; a second Ctrl-C ends
+    the process at once.
     """
+
+    async def main(show: Progress) -> ReportT:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop() -> None:
+            loop.add_signal_handler(signal.SIGINT, end_process, STOPPED)
+            say("stopping when the running calls end; Ctrl-C again stops at once", to_stderr=True)
+            if task is not None:
+                task.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, stop)
+        return await work(show)
+
     try:
         with progress() as show:
-            report = uvloop.run(work(show))
-    except KeyboardInterrupt:
+            report = uvloop.run(main(show))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         refuse("stopped; completed work is kept, and the same command continues or starts again", STOPPED)
     except TierInUseError as error:
         refuse(f"{error}; it can be read while that process runs, but not changed", IN_USE)

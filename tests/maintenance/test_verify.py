@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,30 @@ def test_a_closed_pipe_ends_the_command_without_a_message(root):
     os.close(write_end)
 
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+HUNG = """
+import sys, threading
+from lmcache_async.cli.app import app
+from lmcache_async.plugins.disk import offline
+def hung(*given):
+    print("reading", flush=True)
+    threading.Event().wait(60)
+    return iter(())
+offline.pieces = hung
+app(["verify", *sys.argv[1:]])
+"""
+
+
+def test_a_second_ctrl_c_ends_the_command_although_the_disk_hangs(root):
+    command = [sys.executable, "-c", HUNG, str(root), "--in-flight", "1"]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "reading\n"
+
+        child.send_signal(signal.SIGINT)
+        line = child.stderr.readline()
+        child.send_signal(signal.SIGINT)
+
+        assert child.wait(50) == 130
+    assert line == "stopping when the running calls end; Ctrl-C again stops at once\n"
