@@ -115,6 +115,8 @@ def _run(
     chosen = {key: value for key, value in given.items() if value is not None}
     settings = benchmark.Settings(**((benchmark.QUICK if quick else {}) | chosen))
     name = benchmark.__name__.rpartition(".")[2]
+    if json_file is not None:  # a file that cannot be written is reported before the measurement
+        json_file.open("a").close()
     with progress() as show:
         frame = Frame(
             rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
