@@ -261,7 +261,7 @@ class Arena:
                 await waiter.complete
         except TimeoutError:
             self._timeouts += len(waiter.slabs) < wanted
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             self._free.extend(waiter.slabs)
             self._unmap_if_unused()
             raise

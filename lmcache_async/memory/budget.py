@@ -77,7 +77,7 @@ class ByteBudget:
             raise BudgetExceededError(
                 f"{nbytes} bytes were not free within {timeout_s} s: {self._used} of {self._limit} are in use"
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             if granted.done() and not granted.cancelled() and granted.result():
                 self.release(nbytes)
             raise

@@ -194,3 +194,15 @@ async def test_close_ends_all_waits() -> None:
     with pytest.raises(BudgetExceededError, match="closed"):
         await arena.lease(1, timeout_s=FOREVER)
     release(buffers)
+
+
+async def test_a_wait_whose_coroutine_is_closed_frees_the_slabs_that_it_has(arena: Arena) -> None:
+    """As at the collection of a task whose event loop was closed."""
+    blocker = await arena.lease(1, timeout_s=0)
+    waiting = arena.lease_many([1] * SLABS, timeout_s=FOREVER)
+    waiting.send(None)
+    assert arena.statistics().leased_slabs == SLABS
+
+    waiting.close()
+
+    release([blocker])

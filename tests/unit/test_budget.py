@@ -43,6 +43,20 @@ async def test_a_deadline_ends_the_wait_and_lets_the_next_one_pass() -> None:
     assert budget.statistics().waiting == 0
 
 
+async def test_a_reservation_whose_coroutine_is_closed_returns_the_bytes_that_it_was_granted() -> None:
+    """As at the collection of a task whose event loop was closed."""
+    budget = ByteBudget(10)
+    assert budget.reserve_nowait(10)
+    waiting = budget.reserve(6, timeout_s=FOREVER)
+    waiting.send(None)
+    budget.release(10)
+    assert budget.statistics().used_bytes == 6
+
+    waiting.close()
+
+    assert budget.statistics().used_bytes == 0
+
+
 async def test_giving_back_twice_is_an_error() -> None:
     budget = ByteBudget(10)
     assert budget.reserve_nowait(4)
