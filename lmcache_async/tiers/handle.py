@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import operator
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -541,17 +542,28 @@ class TierHandle:
             self._publish_removed(keys)
 
     async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:
-        """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile."""
+        """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile.
+
+        If the write fails or is cancelled, the chunks that a tier with a `local_index` has are published.
+        """
         write, removed = object(), set[ChunkKey]()  # a layer may carry out a call several times at once
         self._writes[write] = removed
+        stored: list[ChunkKey] = []
         try:
             results = await run()
+            stored = [key for (key, _), error in zip(call.items, results, strict=True) if error is None]
+        except BaseException:
+            if self.capabilities.local_index:
+                with contextlib.suppress(TierError):
+                    for key, _ in call.items:
+                        if await self._guarded("contains", partial(self._tier.contains, key)):
+                            stored.append(key)
+            raise
         finally:
             del self._writes[write]
-        items = zip(call.items, results, strict=True)
-        stored = [key for (key, _), error in items if error is None and key not in removed]
-        if self._watcher is not None and stored:
-            self._watcher.stored(self.name, stored)
+            stored = [key for key in stored if key not in removed]
+            if self._watcher is not None and stored:
+                self._watcher.stored(self.name, stored)
         return results
 
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:

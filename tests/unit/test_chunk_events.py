@@ -20,7 +20,7 @@ from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from tests.support.gates import Gate
 from tests.support.tiers import altered, handle_of, raises, registry_of
 from tests.tiers.disk_tools import RECORD_BYTES
-from tests.tiers.layered import context
+from tests.tiers.layered import context, in_virtual_time
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
 SLOTS = list(range(40))
@@ -169,6 +169,32 @@ async def test_a_removal_that_is_cancelled_after_it_has_removed_a_chunk_is_notif
         await handle.drain(timeout_s=5)
 
         assert watcher.has["t"] == {key_of(2)}
+    arena.close()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "late"])
+@in_virtual_time
+async def test_a_write_that_ends_early_notifies_the_chunks_that_it_has_stored(ends):
+    class Tier(DictTier):
+        capabilities = Capabilities(lists=True, local_index=True)
+
+        async def put_many(self, items):
+            await self.put(*items[0])
+            await asyncio.get_running_loop().create_future()
+
+    watcher, arena = Watching(), small_arena(8)
+    async with handle_of(Tier(), watcher=watcher) as handle:
+        items = [(key_of(number), record(arena, number)) for number in range(2)]
+        writing = asyncio.ensure_future(handle.put(items))
+        await turns(5)
+        if ends == "cancelled":
+            writing.cancel()
+        await asyncio.wait([writing])
+        assert await handle.drain(timeout_s=5)
+
+        assert watcher.has["t"] == {key_of(0)}
+    for _, buffer in items:
+        buffer.release()
     arena.close()
 
 
