@@ -415,10 +415,18 @@ class TierHandle:
         return run
 
     def _new_call(
-        self, verb: Verb, keys: Sequence[ChunkKey] = (), *, deadline: float = math.inf, **fields: Any
+        self,
+        verb: Verb,
+        keys: Sequence[ChunkKey] = (),
+        items: Sequence[tuple[ChunkKey, Buffer]] = (),
+        *,
+        allocate: Allocate | None = None,
+        cause: str = "",
+        local: bool = False,
+        deadline: float = math.inf,
     ) -> Call:
         now = asyncio.get_running_loop().time()
-        return Call(verb, keys, deadline=min(now + self._timeout_s, deadline), start=now, **fields)
+        return Call(verb, keys, items, allocate, cause, min(now + self._timeout_s, deadline), local, now)
 
     def _call_layer(
         self, around: Next, check: Callable[[Call, object], Results] | None, call: Call
