@@ -13,8 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 from lmcache_async.config.secrets import SECRET_BYTES
-from lmcache_async.device.layout import KVLayout
-from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.integration.vllm.config import namespace_of
 from lmcache_async.integration.vllm.lookup import LookupClient
@@ -29,7 +27,7 @@ from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, aban
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
 from tests.simulation.tiers import Backend, tier_over
-from tests.support.vllm_simulator import Setup, SimulatedVLLM, scheduler_of
+from tests.support.vllm_simulator import MODELS, Setup, SimulatedVLLM, scheduler_of
 from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
 
 
@@ -51,14 +49,13 @@ async def open_vllm(
 
     with (
         patch("lmcache_async.integration.vllm.scheduler.LookupClient", client),
+        patch("lmcache_async.integration.vllm.scheduler.Registry", lambda: registry),
         patch.object(RankEngine, "register", opened),
     ):
         sim = SimulatedVLLM(setup)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(network.connected())
-        engines = [
-            await _open_rank(setup, registry, loop, network, stack, side, *given) for side, given in workers
-        ]
+        engines = [await _open_rank(registry, loop, network, stack, side, *given) for side, given in workers]
         try:
             yield sim, engines
         finally:
@@ -68,7 +65,6 @@ async def open_vllm(
 
 
 async def _open_rank(
-    setup: Setup,
     registry: Registry,
     loop: SimulatedLoop,
     network: Network,
@@ -78,19 +74,18 @@ async def _open_rank(
     cache_config: Any,
     caches: Any,
 ) -> CacheEngine:
-    size = setup.block_size
-    layout = KVLayout.from_block_views(caches, num_blocks=setup.num_blocks, block_size=size)
-    namespace = namespace_of(config, cache_config, side.config, layout.text)
+    groups = side._engine_groups(cache_config, caches, namespace_of(config, cache_config, side.config, ""))
     engine = await stack.enter_async_context(
         CacheEngine.open(
             side.config,
-            layout=layout,
-            namespace=namespace,
+            layout=groups[0].layout,
+            namespace=groups[0].namespace,
+            more_groups=groups[1:],
             instrument=Instrument(),
             registry=registry,
         )
     )
-    server = side.attach(engine, _Steps(loop), EngineGroup(layout, namespace))
+    server = side.attach(engine, _Steps(loop), *groups)
     network.listen(side.address, server.accept)
     stack.push_async_callback(_hang_up, server)
     return engine
@@ -115,7 +110,7 @@ async def _hang_up(server: LookupServer) -> None:
 
 
 PATIENCE_S = 120.0
-"""Time limit, in virtual seconds, for the remaining requests after faults end."""
+"""Time limit, in virtual seconds, for the end of a next request after faults end."""
 
 SETTLE_S = 10.0
 """Time limit for the release of all leases. Shorter than the lifetime of a pin that is never released."""
@@ -135,28 +130,37 @@ class Serving(Simulation):
         odds = ODDS[faults].scaled(2 * self.rng.random())
         self._injector = FaultInjector(self.rng, odds, call_timeout_s=0.5)
         self._encrypted = self.rng.random() < 0.3
+        overlapped, stages = self.rng.random() < 0.5, self.rng.choice((1, 1, 2, 3))
+        multi = self.rng.random() < 0.3
+        groups = () if multi or self.rng.random() < 0.4 else self.rng.choice(list(MODELS.values()))
+        # The simulated vLLM knows no drafts in several stages.
+        drafts = self.rng.choice((0, 0, 3, 5)) if stages == 1 and not multi else 0
+        tables = max(1, len(groups))
+        self._reset_cache = self.rng.choice(("all", "memory", "new_namespace"))
         self._backend = Backend(
             self._injector,
-            max_records=self.rng.choice((None, 8)),
+            max_records=self.rng.choice((None, 8 * tables)),
             local_index=True,
             encrypted=self._encrypted,
+            persistent=self.rng.random() < 0.7,
         )
         registry = FakeRegistry(tiers={"simulated": tier_over(self._backend)})
         self._registry = registry
-        overlapped, stages = self.rng.random() < 0.5, self.rng.choice((1, 1, 2, 3))
-        multi = self.rng.random() < 0.3
         self._setup = Setup(
             folder=folder / "model",
             options=self._options(folder),
-            num_blocks=self.rng.choice((24, 40, 200)),
+            num_blocks=self.rng.choice((24, 40, 200)) * tables,
             ranks=self.rng.choice((1, 2)),
             max_num_batched_tokens=self.rng.choice((64, 256)),
             max_num_seqs=self.rng.choice((2, 8)),
-            prefix_caching=self.rng.random() < 0.7,
+            prefix_caching=self.rng.random() < 0.5,
             overlapped=overlapped,
             stages=stages,
             by_priority=not multi and self.rng.random() < 0.3,
+            groups=groups,
+            drafts=drafts,
             multi=multi,
+            kv_role=self.rng.choice(("kv_both", "kv_both", "kv_producer")),
             others=(another_connector(seed, sync_failures=not overlapped and stages == 1),) if multi else (),
         )
         # VLLM's initialization of a process is done now.
@@ -174,6 +178,8 @@ class Serving(Simulation):
             self.counts["crash"] += 1
             self._backend.crash()
         finally:
+            if not self._backend.persistent:
+                self._backend.records.clear()
             self.now = loop.time()
             abandon(loop)
             self._injector.forget()
@@ -190,8 +196,10 @@ class Serving(Simulation):
             ],
             "vllm.lookup_timeout_s": self.rng.choice((1e-4, 0.1, 1.0)),
             "vllm.lookup_pin_ttl_s": self.rng.choice((0.05, PIN_TTL_S)),
+            "vllm.wait_for_producer_s": self.rng.choice((0.01, 1.0)),
             "vllm.load_policy": self.rng.choice(("auto", "always")),
             "vllm.layerwise_load": "never",  # it blocks the only thread here
+            "vllm.reset_cache": self._reset_cache,
             "vllm.socket_dir": str(folder),
             "shutdown_timeout_s": 1.0,
         } | (self._secrets(folder) if self._encrypted else {})
@@ -208,7 +216,9 @@ class Serving(Simulation):
         self._injector.start()
         network = Network(loop, self.rng, cut=self._injector.odds.error)
         async with open_vllm(self._setup, self._registry, loop, network) as (sim, engines):
-            traffic = Traffic(sim, self.rng, self._prompts)
+            # Without another namespace, tiers keep the KV of former weights. The other connector keeps it anyway.
+            updates = not self._setup.multi and self._reset_cache != "memory"
+            traffic = Traffic(sim, self.rng, self._prompts, updates=updates)
             await self._serve(traffic, self.rng.randint(20, 200))
             self._injector.stop()
             network.reliable = True
@@ -230,11 +240,13 @@ class Serving(Simulation):
             await asyncio.sleep(2e-3 * self.rng.random() if self.rng.random() < 0.8 else 0.05)
 
     async def _finish(self, sim: SimulatedVLLM, loop: SimulatedLoop) -> None:
-        start = loop.time()
+        start, ended = loop.time(), 0
         while sim.busy:
+            if len(sim.finish_reasons) != ended:
+                start, ended = loop.time(), len(sim.finish_reasons)
             waited = loop.time() - start
             if waited > PATIENCE_S:
-                raise Violation(f"vLLM is not idle after {PATIENCE_S} s without faults")
+                raise Violation(f"no request has ended in {PATIENCE_S} s without faults")
             sim.step()
             # A request that never ends costs 800 steps, not 120 000.
             await asyncio.sleep(max(1e-3, waited / 100))

@@ -22,6 +22,7 @@ class Backend:
         max_records: Capacity. The oldest record is evicted first. None for no limit.
         local_index: Whether the tier has a local index of its keys, like a disk and unlike a remote store.
         encrypted: Whether only encrypted records are allowed.
+        persistent: Whether the tier declares that its records outlive the process.
 
     Attributes:
         records: Records by key, oldest first.
@@ -30,12 +31,19 @@ class Backend:
     """
 
     def __init__(
-        self, injector: FaultInjector, *, max_records: int | None, local_index: bool, encrypted: bool = False
+        self,
+        injector: FaultInjector,
+        *,
+        max_records: int | None,
+        local_index: bool,
+        encrypted: bool = False,
+        persistent: bool = True,
     ) -> None:
         self.injector = injector
         self.max_records = max_records
         self.local_index = local_index
         self.encrypted = encrypted
+        self.persistent = persistent
         self.records: dict[ChunkKey, bytes] = {}
         self.process = 0
         self.evictions = 0
@@ -98,7 +106,11 @@ class SimulatedTier(Tier):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            persistent=True, removes=True, lists=True, local_index=self.backend.local_index, max_concurrency=2
+            persistent=self.backend.persistent,
+            removes=True,
+            lists=True,
+            local_index=self.backend.local_index,
+            max_concurrency=2,
         )
 
     async def contains(self, key: ChunkKey) -> bool:

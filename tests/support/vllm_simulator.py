@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,6 +64,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lmcache_async.integration.vllm.groups import KVGroup
+from lmcache_async.integration.vllm.jobs import Job, JobPart
 
 Positions: TypeAlias = npt.NDArray[np.intp]
 
@@ -236,6 +238,23 @@ SIMULATOR_OPTIONS = {
 }
 
 
+MODELS = {
+    "full": (KVGroup(0, 16),),
+    "window": (KVGroup(0, 16), KVGroup(1, 16, window=100)),
+    "window in all layers": (KVGroup(0, 16, window=100),),
+    "chunked local": (KVGroup(0, 16), KVGroup(1, 16, local=96)),
+    "two full, two windows": (
+        KVGroup(0, 16, window=20),
+        KVGroup(1, 16),
+        KVGroup(2, 16, window=150),
+        KVGroup(3, 16),
+    ),
+    "blocks of two sizes": (KVGroup(0, 32), KVGroup(1, 16, window=100), KVGroup(2, 16)),
+    "two states": (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN")),
+}
+"""KV groups of models."""
+
+
 @dataclass(slots=True)
 class Work:
     """Tokens of one request in one step.
@@ -250,7 +269,7 @@ class Work:
 
     start: int
     stop: int
-    blocks: Sequence[Sequence[int]]
+    blocks: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
     held: frozenset[int]
     starts: bool
     previous: Work | None = None
@@ -326,6 +345,20 @@ class Rank:
         positions: list[int] = (differs.nonzero()[0] + first).tolist()
         return positions
 
+    def stores_wrong_values(self, part: JobPart, values: Sequence[int]) -> bool:
+        """Whether the blocks of a store do not have the values of its positions. `values` are those of the request."""
+        stop = part.start + len(part.tokens) // 4
+        for layer, group in enumerate(self._groups):
+            if group.index == part.group:
+                start = stop - 1 if group.state else part.start
+                table = [0] * (part.start // group.block_size) + part.rows().tolist()
+                work = Work(stop, stop, {group.index: table}, frozenset(), starts=False)
+                columns = [len(table) - 1] if group.state else None
+                rows, slots, stored = self._places(work, start, values[start:stop], layer, columns)
+                if (self._arrays[layer][rows, :, slots] != stored).any():
+                    return True
+        return False
+
     def _places(
         self, work: Work, start: int, values: Sequence[int], layer: int, columns: list[int] | None
     ) -> tuple[Positions, Positions, npt.NDArray[np.float32]]:
@@ -379,9 +412,13 @@ def inputs_of(request: Request) -> list[int]:
     return inputs
 
 
-def first_value(request: Request) -> int:
-    """Return the value before the first position of a request, which depends on its adapter."""
-    return zlib.crc32(request.lora_request.lora_name.encode()) & 0x3FFFFF if request.lora_request else 0
+def first_value(request: Request, weights: int = 0) -> int:
+    """Return the value before the first position of a request, which depends on its adapter and the model's weights.
+
+    `weights` is the number of changes of the weights.
+    """
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return zlib.crc32(adapter.encode(), weights) & 0x3FFFFF if adapter or weights else 0
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -411,6 +448,7 @@ class SimulatedVLLM:
         computed_tokens: Tokens computed in all steps; hits reduce it.
         connector_stats: The connector's statistics for vLLM's metrics, one entry for each step that had any.
         before_report: Called once, between the next step and the report of its results to the scheduler.
+        weights: Number of changes of the model's weights.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -454,6 +492,10 @@ class SimulatedVLLM:
         self.connector_stats: list[dict[str, Any]] = []
         self.preemptions = 0
         self.before_report: Callable[[], object] | None = None
+        self.weights = 0
+        self._stored_values: dict[int, list[int]] = {}  # of the request, by job
+        self._audited: set[Any] = set()
+        self._wrong_stores: list[str] = []
 
     def _shake_hands(self) -> None:
         """Pass on what the workers tell the scheduler. Only a single worker runs in the scheduler's process."""
@@ -481,6 +523,7 @@ class SimulatedVLLM:
         images: Sequence[Image] = (),
         priority: int = 0,
         resumable: bool = False,
+        skip_reading_prefix_cache: bool | None = None,
     ) -> Request:
         """Add a request and return it. An earlier request with this id must have ended.
 
@@ -490,6 +533,7 @@ class SimulatedVLLM:
             max_tokens=max_tokens,
             ignore_eos=True,
             stop_token_ids=[] if stop_token is None else [stop_token],
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
             extra_args={"kv_transfer_params": dict(params)} if params else None,
         )
         request = EncodedRequest(
@@ -511,7 +555,7 @@ class SimulatedVLLM:
         )
         self._tokens[request_id] = inputs_of(request)
         self._values[request_id] = []
-        self._first_values[request_id] = first_value(request)
+        self._first_values[request_id] = first_value(request, self.weights)
         self.outputs[request_id] = []
         self.finish_reasons.pop(request_id, None)
         self.scheduler.add_request(request)
@@ -530,6 +574,23 @@ class SimulatedVLLM:
             self._tokens[request_id] = inputs_of(session)
             del self._values[request_id][session.num_computed_tokens :]
 
+    def update_weights(self) -> bool:
+        """Change the weights of an idle vLLM, and thus all values. Return False if vLLM could not reset its caches.
+
+        It cannot while blocks are held. Requests that have begun are computed again.
+        """
+        assert not self._queue
+        try:
+            reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError:
+            return False
+        if reset:
+            self.weights += 1
+            for request_id, request in self.scheduler.requests.items():
+                self._first_values[request_id] = first_value(request, self.weights)
+                self._values[request_id].clear()
+        return reset
+
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finish_reasons.setdefault(request_id, "abort")
@@ -540,12 +601,33 @@ class SimulatedVLLM:
 
     def step(self) -> None:
         """Schedule one step and run the oldest one."""
+        self._audit_stores()
         output = self.scheduler.schedule()
+        for job in getattr(own_metadata(output.kv_connector_metadata), "stores", ()):
+            self._stored_values[job.job_id] = self._values[job.request_id]
         self._queue.append(Step(output, self._work_of(output)))
         in_flight = max(self.setup.stages, 1 + self.setup.overlapped)
         depth = in_flight if output.total_num_scheduled_tokens else 1
         while len(self._queue) >= depth and self._queue:
             self._run(self._queue.popleft())
+        if self._wrong_stores:
+            raise AssertionError(f"wrong KV is stored: {self._wrong_stores}")
+
+    def _audit_stores(self) -> None:
+        """Check the blocks of every store when they are copied. They are final then."""
+        for rank in self.ranks if self.connector is not None else ():
+            for engine in own_connector(rank.connector).worker.engines:
+                if engine._transfers is not None and engine._transfers not in self._audited:
+                    self._audited.add(engine._transfers)
+                    engine._transfers._part_copied = partial(
+                        self._copied, rank, engine._transfers._part_copied
+                    )
+
+    def _copied(self, rank: Rank, report: Callable[[Job], None], job: Job) -> None:
+        values = self._stored_values[job.job_id]
+        if any(rank.stores_wrong_values(part, values) for part in job.parts):
+            self._wrong_stores.append(f"rank {rank.rank}, {job.request_id}, job {job.job_id}")
+        report(job)
 
     def run(self, *, max_seconds: float = 150.0) -> None:
         """Run steps until no request is left, as vLLM's engine loop does."""
@@ -763,6 +845,12 @@ class Simulators:
             return bool(transfers._storing or transfers._loading or engine.engine.statistics().running)
 
         self.until(lambda: not any(map(busy, rank_engines_of(sim))))
+
+
+def own_metadata(metadata: Any) -> Any:
+    """The metadata of our connector, which is the last one in a MultiConnector."""
+    children = getattr(metadata, "metadata", None)
+    return metadata if children is None else children[-1]
 
 
 def own_connector(connector: Any) -> Any:

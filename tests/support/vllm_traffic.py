@@ -25,6 +25,7 @@ from tests.support.vllm_simulator import (
     first_value,
     inputs_of,
     prompt,
+    scheduler_of,
     value_after,
 )
 
@@ -50,14 +51,18 @@ class Traffic:
 
     Attributes:
         prompts: Prompts of the requests. A prompt may be used several times.
+        updates: Whether the weights of the model are changed in pauses.
         answers: The right answer to each request.
     """
 
     sim: SimulatedVLLM
     chosen: Random
     prompts: Sequence[Sequence[int]]
+    updates: bool = False
     answers: dict[str, list[int]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    _updating: bool = False
+    _asked: dict[str, list[int]] = field(default_factory=dict)
 
     def event(self) -> str:
         """Let a random event happen. Return its description; "" if nothing happened."""
@@ -67,7 +72,10 @@ class Traffic:
             (0.02, self._abort_before_report),
             (0.05, self._reset),
             (0.01, self._pause),
+            (0.02 if self.updates else 0.0, self._begin_update),
         )
+        if self._updating and not self.sim.busy:
+            return self._update()
         left = self.chosen.random()
         for chance, happen in events:
             left -= chance
@@ -75,11 +83,13 @@ class Traffic:
                 what = happen()
                 self.counts[what.partition(" ")[0]] += 1
                 return what
-        if self.sim.scheduler.pause_state != PauseState.UNPAUSED and self.chosen.random() < 0.3:
+        paused = self.sim.scheduler.pause_state != PauseState.UNPAUSED
+        if paused and not self._updating and self.chosen.random() < 0.3:
             return self.resume()
         return ""
 
     def resume(self) -> str:
+        self._updating = False
         self.sim.scheduler.set_pause_state(PauseState.UNPAUSED)
         return "resume"
 
@@ -100,7 +110,11 @@ class Traffic:
         if self._ended and chosen.random() < 0.1:
             self.check()
             name = chosen.choice(self._ended)
-        tokens, images = list(chosen.choice(self.prompts)), ()
+        tokens, images, params = list(chosen.choice(self.prompts)), (), None
+        if chosen.random() < 0.1:
+            params = chosen.choice(({"skip_load": True}, {"skip_save": True}, {"do_remote_decode": True}))
+        elif self._promises and chosen.random() < 0.3:
+            tokens, params = chosen.choice(self._promises)
         if len(tokens) > 20 and chosen.random() < 0.1:
             length = chosen.randrange(1, 20)
             images = (Image(chosen.randrange(len(tokens) - length), length, chosen.choice(("cat", "dog"))),)
@@ -116,21 +130,35 @@ class Traffic:
             adapter=adapter,
             images=images,
             priority=chosen.randrange(3),
-            params=chosen.choice(({"skip_load": True}, {"skip_save": True}))
-            if chosen.random() < 0.1
-            else None,
+            params=params,
+            skip_reading_prefix_cache=chosen.random() < 0.05,
         )
-        answer = expected(inputs_of(request), max_tokens, first_value(request))
+        self._asked[name] = tokens
         if stop:
-            request.sampling_params.stop_token_ids = [chosen.choice(answer)]
-            answer = answer[: answer.index(request.sampling_params.stop_token_ids[0]) + 1]
-        self.answers[name] = answer
+            request.sampling_params.stop_token_ids = [chosen.choice(self._answer(request))]
+        self.answers[name] = self._answer(request)
         return f"add {name}"
+
+    def _answer(self, request: Any) -> list[int]:
+        """The answer to a request if the weights do not change any more."""
+        done = list(request.output_token_ids)
+        value = first_value(request, self.sim.weights)
+        answer = done + expected(inputs_of(request), request.max_tokens - len(done), value)
+        ends = [answer.index(stop) + 1 for stop in request.sampling_params.stop_token_ids if stop in answer]
+        return answer[: min(ends, default=len(answer))]
+
+    @property
+    def _promises(self) -> list[tuple[list[int], dict[str, Any]]]:
+        """Prompts of requests that were handed over, and their promises."""
+        told = self.sim.kv_transfer_params
+        return [(list(self._asked[name]), dict(params)) for name, params in told.items() if params]
 
     @property
     def _ended(self) -> list[str]:
         """Requests whose ids may be used again. In vLLM no id is used again while a step with it is running."""
         running = {name for step in self.sim._queue for name in step.work}
+        # The simulated vLLM knows the values of a store by the id of its request.
+        running |= {store.keys.request_id for store in scheduler_of(self.sim)._stores._planned}
         return [
             name
             for name in self.answers
@@ -161,6 +189,25 @@ class Traffic:
         state = self.chosen.choice((PauseState.PAUSED_NEW, PauseState.PAUSED_ALL))
         self.sim.scheduler.set_pause_state(state)
         return f"pause {state.name}"
+
+    def _begin_update(self) -> str:
+        """Pause in one of vLLM's modes, to change the weights when vLLM is idle."""
+        mode = self.chosen.choice(("abort", "wait", "keep"))
+        for name in self.running if mode == "abort" else ():
+            self.sim.abort(name)
+        state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        self.sim.scheduler.set_pause_state(state)
+        self._updating = True
+        return f"begin update, {mode}"
+
+    def _update(self) -> str:
+        updated = self.sim.update_weights()
+        if updated:
+            for name, request in self.sim.scheduler.requests.items():
+                self.answers[name] = self._answer(request)
+        self.resume()
+        self.counts["update"] += updated
+        return f"update {updated=}"
 
 
 @dataclass

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from lmcache_async.device.progress import LoadProgress
-from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
+from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import Job
 from lmcache_async.integration.vllm.worker import LayerwiseLoads
 from lmcache_async.memory.header import read_header
 from lmcache_async.plugins.disk.directory import RecordDirectory
 from lmcache_async.types import RetrieveReport
 from tests.support.vllm_simulator import (
+    MODELS,
     SIMULATOR_OPTIONS,
     Setup,
     SimulatedVLLM,
@@ -33,22 +34,6 @@ from tests.support.vllm_simulator import (
     scheduler_of,
 )
 from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
-
-MODELS = {
-    "full": (KVGroup(0, 16),),
-    "window": (KVGroup(0, 16), KVGroup(1, 16, window=100)),
-    "window in all layers": (KVGroup(0, 16, window=100),),
-    "chunked local": (KVGroup(0, 16), KVGroup(1, 16, local=96)),
-    "two full, two windows": (
-        KVGroup(0, 16, window=20),
-        KVGroup(1, 16),
-        KVGroup(2, 16, window=150),
-        KVGroup(3, 16),
-    ),
-    "blocks of two sizes": (KVGroup(0, 32), KVGroup(1, 16, window=100), KVGroup(2, 16)),
-    "two states": (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN")),
-}
-"""KV groups of models."""
 
 MODEL_NAMES = [
     pytest.param(name, marks=() if groups == MODELS["full"] else pytest.mark.kv_groups)
