@@ -160,6 +160,7 @@ class Serving(Simulation):
             groups=groups,
             drafts=drafts,
             multi=multi,
+            first=self.rng.random() < 0.5,
             kv_role=self.rng.choice(("kv_both", "kv_both", "kv_producer")),
             others=(another_connector(seed, sync_failures=not overlapped and stages == 1),) if multi else (),
         )

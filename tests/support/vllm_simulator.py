@@ -63,8 +63,9 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.groups import KVGroup
-from lmcache_async.integration.vllm.jobs import Job, JobPart
+from lmcache_async.integration.vllm.jobs import Job, JobPart, StepMetadata
 
 Positions: TypeAlias = npt.NDArray[np.intp]
 
@@ -96,7 +97,8 @@ class Setup:
         stages: Pipeline stages. As many steps are in flight, as with asynchronous scheduling or without it.
         by_priority: vLLM schedules requests by their priority, and preempts those of the lowest one.
         multi: The connector is a child of vLLM's MultiConnector.
-        others: `kv_transfer_config` of the children before it.
+        others: `kv_transfer_config` of the other children.
+        first: The connector is the first child, and not the last one.
         split_heads: The ranks divide the KV heads, and the values of a head are those of no other. Otherwise each rank
             has as many heads, with values of its own.
         kv_events: vLLM collects KV events. The scheduler publishes them.
@@ -120,6 +122,7 @@ class Setup:
     kv_events: bool = False
     multi: bool = False
     others: tuple[Mapping[str, Any], ...] = ()
+    first: bool = False
     split_heads: bool = False
     groups: tuple[KVGroup, ...] = ()
     drafts: int = 0
@@ -144,7 +147,7 @@ def vllm_config(setup: Setup) -> VllmConfig:
             "kv_connector_extra_config": {"weights_fingerprint": "text:simulated", **setup.options},
         }
         if setup.multi:
-            children = {"connectors": [*setup.others, given]}
+            children = {"connectors": [given, *setup.others] if setup.first else [*setup.others, given]}
             given = {
                 "kv_connector": "MultiConnector",
                 "kv_role": setup.kv_role,
@@ -848,14 +851,15 @@ class Simulators:
 
 
 def own_metadata(metadata: Any) -> Any:
-    """The metadata of our connector, which is the last one in a MultiConnector."""
-    children = getattr(metadata, "metadata", None)
-    return metadata if children is None else children[-1]
+    """The metadata of our connector, which may be in that of a MultiConnector."""
+    children = getattr(metadata, "metadata", (metadata,))
+    return next((each for each in children if isinstance(each, StepMetadata)), None)
 
 
 def own_connector(connector: Any) -> Any:
-    """Our connector, which is the last one in a MultiConnector."""
-    return getattr(connector, "sub_connectors", [connector])[-1]
+    """Our connector, which may be in a MultiConnector."""
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(each for each in children if isinstance(each, LMCacheAsyncConnector))
 
 
 def scheduler_of(sim: SimulatedVLLM) -> Any:
