@@ -79,7 +79,8 @@ def test_a_home_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path):
     home = tmp_path / "file"
     home.touch()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setattr(sys, "argv", ["lmcache-async", "--install-completion", "bash"])
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    monkeypatch.setattr(sys, "argv", ["lmcache-async", "--install-completion"])
 
     with pytest.raises(SystemExit) as ended:
         command.main()
