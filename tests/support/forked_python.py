@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import inspect
 import multiprocessing
 import os
@@ -83,6 +84,7 @@ def _main(program: str, cwd: Path, output: Path, path: Sequence[str]) -> None:
     sys.argv = [program]
     code = compile(Path(program).read_text(encoding="utf-8"), program, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     module = types.ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
     sys.modules["__main__"] = module
     result = types.FunctionType(code, vars(module))()
     if inspect.iscoroutine(result):
