@@ -107,7 +107,10 @@ def run(
                 task.cancel()
 
         loop.add_signal_handler(signal.SIGINT, stop)
-        return await work(show)
+        try:
+            return await work(show)
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)  # restores KeyboardInterrupt
 
     try:
         with progress() as show:

@@ -200,3 +200,14 @@ def test_a_second_ctrl_c_ends_the_command_although_the_disk_hangs(root):
 
         assert child.wait(50) == 130
     assert line == "stopping when the running calls end; Ctrl-C again stops at once\n"
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_again_after_the_records_are_read(root):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        invoke("verify", root)
+
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -46,6 +46,10 @@ def hanging(send: Callable[[signal.Signals], None]) -> Iterator[None]:
         send(signal.SIGCONT)
 
 
+PORT_NAME = "\0lmcache-async-test-port-"
+"""Prefix of the abstract unix sockets that reserve ports."""
+
+
 def open_fds() -> int:
     """Return the number of open file descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
@@ -69,7 +73,7 @@ def _bound(one: socket.socket, port: int) -> bool:
     name = socket.socket(socket.AF_UNIX)
     try:
         one.bind(("", port))
-        name.bind(f"\0lmcache-async-test-port-{port}")
+        name.bind(f"{PORT_NAME}{port}")
     except OSError:
         name.close()
         return False

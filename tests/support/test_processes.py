@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def test_a_port_is_given_once_and_not_while_a_server_uses_it(
     few = tmp_path / "range"
     few.write_text("10000\t65499\n")
     monkeypatch.setattr(processes, "EPHEMERAL", few)
+    monkeypatch.setattr(
+        processes, "PORT_NAME", f"\0test-of-ports-{os.getpid()}-"
+    )  # another test run may reserve all
     with server_on_one_of(range(65_500, 65_536)) as server:
         given = processes.free_ports(100)
 
