@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.plan import segments
 from lmcache_async.memory.buffer import Bytes
-from lmcache_async.memory.copies import RowCopy, compiled
+from lmcache_async.memory.copies import STREAM_PAGES, RowCopy, compiled
 
 LARGE_ROW_BYTES = 32 << 10
 """Row size from which row-by-row copies by NumPy reach the speed of memmove. Each one takes half a microsecond
@@ -82,7 +82,7 @@ def copy_rows(copies: list[RowCopy], *, to_payload: bool, stream: bool, digest: 
             row may be skipped.
     """
     if compiled is not None:
-        result: bytes | None = compiled.copy(copies, to_payload, stream, digest)
+        result: bytes | None = compiled.copy(copies, to_payload, stream and STREAM_PAGES, digest)
         return result
     for copy in copies:
         _copy_by_numpy(*copy, to_payload=to_payload)

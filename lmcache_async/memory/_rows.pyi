@@ -3,11 +3,12 @@
 from _typeshed import ReadableBuffer, WriteableBuffer
 
 INTERFACE: int
+STREAM_PAGES: int
 
 def copy(
     pieces: list[tuple[WriteableBuffer, ReadableBuffer, WriteableBuffer, int]],
     to_payload: bool,
-    stream: bool,
+    stream: int,
     digest: bool = False,
     /,
 ) -> bytes | None: ...
@@ -16,7 +17,7 @@ def submit(
     queue: object,
     pieces: list[tuple[WriteableBuffer, ReadableBuffer, WriteableBuffer, int]],
     to_payload: bool,
-    stream: bool,
+    stream: int,
     /,
 ) -> int: ...
 def withdraw(queue: object, number: int, /) -> bool: ...

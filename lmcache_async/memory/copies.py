@@ -19,7 +19,7 @@ from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.buffer import Bytes
 from lmcache_async.memory.threads import run_shielded
 
-INTERFACE = 5
+INTERFACE = 6
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
 
 installed: ModuleType | None = None
@@ -33,6 +33,9 @@ compiled = installed if getattr(installed, "INTERFACE", 0) == INTERFACE else Non
 
 STREAM_BYTES = 4 << 20
 """Minimum bytes of a batch that may bypass the CPU caches. Smaller batches fit into the caches."""
+
+STREAM_PAGES: int = getattr(compiled, "STREAM_PAGES", 0)
+"""Argument `stream` of the compiled module for copies that bypass the CPU caches. The best value depends on the processor."""
 
 _START = np.zeros(1, np.int64)
 
@@ -88,7 +91,7 @@ def copy_bytes(target: Bytes, source: Bytes, *, stream: bool) -> None:
     if compiled is None:
         np.copyto(target, source)
     elif len(target):
-        compiled.copy([(source, _START, target, len(target))], True, stream)
+        compiled.copy([(source, _START, target, len(target))], True, stream and STREAM_PAGES)
 
 
 RowCopy: TypeAlias = "tuple[Bytes, npt.NDArray[np.int64], Bytes, int]"
@@ -143,7 +146,7 @@ class CopyQueue:
             self._move_to(loop)
         if self._missing:
             self._start_threads()
-        number = self._module.submit(self._queue, list(copies), to_payload, stream)
+        number = self._module.submit(self._queue, list(copies), to_payload, stream and STREAM_PAGES)
         copied = self._copies[number] = loop.create_future()
         await run_shielded(copied, on_cancel=partial(self._module.withdraw, self._queue, number))
 

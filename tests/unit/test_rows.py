@@ -18,6 +18,7 @@ from lmcache_async.device import rows
 from lmcache_async.memory.copies import compiled
 
 COMPILED = [] if compiled is None else [compiled]
+STREAMS = (0, 1, 4, 8)  # no streaming, and the numbers of pages that are copied at the same time
 needs_module = pytest.mark.parametrize("copy", [way.copy for way in COMPILED])
 HAS_COMPILER = bool(shutil.which("cc") and (Path(sysconfig.get_paths()["include"]) / "Python.h").exists())
 
@@ -37,7 +38,7 @@ def noise(size, seed):
         st.integers(1, 200), st.sampled_from([1023, 1024, 1025, 1088, 2048, 5000, 16384, 16500, 33000])
     ),
     shift=st.integers(0, 70),
-    stream=st.booleans(),
+    stream=st.sampled_from(STREAMS),
     to_payload=st.booleans(),
 )
 def test_rows_come_to_their_places_and_no_other_byte_changes(copy, data, size, shift, stream, to_payload):
@@ -185,7 +186,7 @@ def test_the_interpreter_lock_is_free_meanwhile(copy):
 @needs_module
 @given(
     sizes=st.lists(st.sampled_from([1, 64, 1024, 20000]), max_size=4),
-    stream=st.booleans(),
+    stream=st.sampled_from(STREAMS),
     to_payload=st.booleans(),
 )
 def test_several_pieces_are_copied_in_one_call(copy, sizes, stream, to_payload):
@@ -227,6 +228,9 @@ def test_one_piece_that_does_not_fit_stops_all(copy):
         copy([good, good[:3]], True, False)
     with pytest.raises(TypeError, match="must be list"):
         copy((good,), True, False)
+    for stream in (-1, 9):
+        with pytest.raises(ValueError, match=f"stream is {stream}, expected 0 to 8 pages"):
+            copy([good], True, stream)
 
     assert not payload.any()
     assert sys.getrefcount(memory) == references
