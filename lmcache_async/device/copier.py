@@ -80,6 +80,7 @@ class Copier(Protocol):
             copier cannot compute it more cheaply than a separate pass.
 
         Raises:
+            LMCacheAsyncError: The copier is closed, or no thread can be started for the copy.
             ValueError: A row is out of bounds, or a payload has the wrong length or form.
         """
 
@@ -93,6 +94,7 @@ class Copier(Protocol):
                 supports it.
 
         Raises:
+            LMCacheAsyncError: The copier is closed, or no thread can be started for the copy.
             ValueError: A row is out of bounds, or a payload has the wrong length or form.
         """
 

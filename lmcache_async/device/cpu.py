@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
@@ -21,7 +21,7 @@ from lmcache_async.device.plan import (
 )
 from lmcache_async.device.progress import CopyPart, LoadProgress, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, cache_memory, can_digest, copy_rows
-from lmcache_async.errors import EngineClosedError
+from lmcache_async.errors import EngineClosedError, LMCacheAsyncError
 from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, RowCopy, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
@@ -119,10 +119,12 @@ class CpuCopier:
         stream = total >= STREAM_BYTES
         if (queue := self._threads.queue) is not None:
             rows = [piece for part in parts for piece in self._rows(jobs, part)]
-            await queue.copy(rows, to_payload=to_host, stream=stream)
+            with _thread_errors():
+                await queue.copy(rows, to_payload=to_host, stream=stream)
             return
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
-        await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
+        with _thread_errors():
+            await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
@@ -138,9 +140,10 @@ class CpuCopier:
             assert digest is not None  # `can_digest`
             return digest
 
-        digests: list[list[bytes]] = await in_threads(
-            self._threads.pool, [functools.partial(list, map(gather, share)) for share in shares]
-        )
+        with _thread_errors():
+            digests: list[list[bytes]] = await in_threads(
+                self._threads.pool, [functools.partial(list, map(gather, share)) for share in shares]
+            )
         return [digest for each in digests for digest in each]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
@@ -203,6 +206,15 @@ class CpuCopier:
                 size, start = self._groups[index].row_bytes, piece.offset + offset
                 rows.append((self._memory, where, job.payload[start : start + len(where) * size], size))
         return rows
+
+
+@contextlib.contextmanager
+def _thread_errors() -> Iterator[None]:
+    """Let a copy for which no thread can be started be a counted drop or a miss."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LMCacheAsyncError(f"nothing was copied: {error}") from error
 
 
 def _closed() -> EngineClosedError:

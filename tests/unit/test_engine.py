@@ -3,6 +3,7 @@
 import asyncio
 import re
 import resource
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,29 @@ async def test_disk_serves_after_a_restart_and_another_model_finds_nothing(tmp_p
     other = Rig(model="other")
     async with other.open(tiers=["cpu", disk(tmp_path)]) as engine:
         assert await engine.lookup(TOKENS) == 0
+
+
+async def test_without_a_copy_thread_a_store_is_dropped_and_a_load_is_a_miss(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    rig = Rig()
+    async with rig.open() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            report = await store(rig, engine)
+        assert (report.stored, dict(report.dropped)) == (0, {"error": 5})
+        assert leased(engine) == 0
+
+        await store(rig, engine)
+        await check_retrieve(rig, engine, expected=[True] * 40)
+        copier = engine.copier
+        with monkeypatch.context() as patch:
+            patch.setattr(copier._threads.pool, "submit", refuse)
+            patch.setattr(copier._threads, "queue", None)
+            assert not (await engine.retrieve(TOKENS, range(40))).any()
+        assert leased(engine) == 0
+        await check_retrieve(rig, engine, expected=[True] * 40)
 
 
 async def test_a_prompt_larger_than_memory_stores_its_prefix():

@@ -27,6 +27,13 @@ def test_the_module_was_compiled_where_there_is_a_compiler():
     assert len(COMPILED) == HAS_COMPILER
 
 
+@pytest.mark.parametrize("module", COMPILED)
+def test_four_pages_are_streamed_at_the_same_time_on_intel_processors(module):
+    on_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    pages = module.STREAM_PAGES
+    assert pages == (4 if on_intel else 1)
+
+
 def noise(size, seed):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
