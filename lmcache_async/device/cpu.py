@@ -214,7 +214,7 @@ def _thread_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LMCacheAsyncError(f"nothing was copied: {error}") from error
+        raise LMCacheAsyncError(f"rows could not be copied: {error}") from error
 
 
 def _closed() -> EngineClosedError:
