@@ -89,6 +89,7 @@ def build(
     registry: Registry,
     watcher: Watcher | None,
     *,
+    memory_watcher: Watcher | None,
     replica: int,
 ) -> EngineParts:
     """Build the parts. The arena and the copiers are allocated; the tiers are not opened yet.
@@ -128,6 +129,7 @@ def build(
         groups[0].namespace,
         logger,
         watcher,
+        memory_watcher=memory_watcher,
         metrics=metrics,
         chunk_bytes=record_bytes,
         replica=replica,

@@ -103,6 +103,7 @@ class CacheEngine:
         logger: LimitedLogger | None = None,
         registry: Registry | None = None,
         watcher: Watcher | None = None,
+        memory_watcher: Watcher | None = None,
         replica: int = 0,
         more_groups: Sequence[EngineGroup] = (),
     ) -> AsyncIterator[CacheEngine]:
@@ -120,6 +121,8 @@ class CacheEngine:
             logger: Logger of the engine and its tiers.
             registry: Installed plug-ins.
             watcher: Receives the chunk events of all tiers.
+            memory_watcher: Receives the chunk events of tiers in the arena with a local index, so that it knows their
+                content; see `watched_memory`.
             replica: Number of this data-parallel replica. Replicas have the same keys; each has its own
                 directories and its own port of the status page.
             more_groups: Further KV cache groups of the model; `layout` and `namespace` are those of the first one.
@@ -134,7 +137,9 @@ class CacheEngine:
         registry = registry or Registry()
         try:
             groups = (EngineGroup(layout, namespace), *more_groups)
-            parts = build(config, groups, logger, registry, watcher, replica=replica)
+            parts = build(
+                config, groups, logger, registry, watcher, memory_watcher=memory_watcher, replica=replica
+            )
         except START_ERRORS as error:
             raise refusal(error, config, registry) from error
         try:
@@ -282,7 +287,14 @@ class CacheEngine:
 
     def memory_lookup(self) -> MemoryLookups | None:
         """Return a lookup of one prompt in host memory, which any thread may use; None without a tier."""
-        return MemoryLookups(self._parts.stack) if self._parts.stack.tiers else None
+        return MemoryLookups.of_stack(self._parts.stack) if self._parts.stack.tiers else None
+
+    def watched_memory(self) -> str | None:
+        """Return the id of the fastest tier if `memory_watcher` knows its content and no layer changes its answers, else None."""
+        tiers = self._parts.stack.tiers
+        if tiers and tiers[0].tier.capabilities.local_index and tiers[0].tier.count_in_memory(()) is not None:
+            return tiers[0].id
+        return None
 
     def unpin(self, lookup_id: str) -> None:
         """Release the pins of a lookup. Unknown ids are ignored."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from lmcache_async.engine.costs import LoadCosts
 from lmcache_async.memory.buffer import Buffer
@@ -99,15 +99,35 @@ class MemoryLookups:
     Nothing is leased, so a chunk may be evicted before it is used. In the results `pinned` is the number of chunks in
     the arena.
 
+    Args:
+        tier_id: Id of the fastest tier.
+        count: Returns the number of leading keys that this tier has in the arena; None if it is not known.
+        others_lack: Returns whether all other tiers report, without a query, that they lack a chunk.
+
     Attributes:
         certain: Whether all tiers report, without a query, that they lack the first chunk that each lookup did not find.
     """
 
-    def __init__(self, stack: TierStack) -> None:
-        first, *others = stack.tiers
-        self._id, self._tier = first.id, first.tier
-        self._others = [stacked.tier for stacked in others]
+    def __init__(
+        self,
+        tier_id: str,
+        count: Callable[[Sequence[ChunkKey]], int | None],
+        others_lack: Callable[[ChunkKey], bool] = lambda _: False,
+    ) -> None:
+        self._id = tier_id
+        self._count_in_memory = count
+        self._others_lack = others_lack
         self.certain = True
+
+    @classmethod
+    def of_stack(cls, stack: TierStack) -> Self:
+        """Look up in the tiers of an engine, of which there is at least one."""
+        first, *others = stack.tiers
+        return cls(
+            first.id,
+            first.tier.count_in_memory,
+            lambda key: all(stacked.tier.lacks(key) for stacked in others),
+        )
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, lookup_id: str | None = None) -> LookupResult:
         del lookup_id
@@ -126,11 +146,10 @@ class MemoryLookups:
         return None
 
     def _count(self, keys: Sequence[ChunkKey]) -> int:
-        found = self._tier.count_in_memory(keys)
+        found = self._count_in_memory(keys)
         count = found or 0
         if count < len(keys):
-            missing = keys[count]
-            self.certain &= found is not None and all(tier.lacks(missing) for tier in self._others)
+            self.certain &= found is not None and self._others_lack(keys[count])
         return count
 
 

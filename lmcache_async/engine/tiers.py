@@ -36,6 +36,7 @@ def stacked_tiers(
     logger: LimitedLogger,
     watcher: Watcher | None = None,
     *,
+    memory_watcher: Watcher | None = None,
     metrics: EngineMetrics | None = None,
     chunk_bytes: int = 0,
     replica: int = 0,
@@ -61,6 +62,7 @@ def stacked_tiers(
             open_timeout_s=spec.open_timeout_s,
             close_timeout_s=min(max(config.shutdown_timeout_s, MIN_CLOSE_S), TIER_CLOSE_S),
             watcher=watcher,
+            memory_watcher=memory_watcher,
         )
         writer = None
         # A tier in the arena stores a chunk at once.

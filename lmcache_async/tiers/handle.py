@@ -183,6 +183,7 @@ class TierHandle:
         close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
             `timeout_s`, which is also the default.
         watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not reported.
+        memory_watcher: Receives them too if the tier is in the arena and has a local index, so that all are reported.
 
     Attributes:
         capabilities: Capabilities of the tier, read when it was created, bound and opened.
@@ -200,18 +201,21 @@ class TierHandle:
         open_timeout_s: float = 60.0,
         close_timeout_s: float | None = None,
         watcher: Watcher | None = None,
+        memory_watcher: Watcher | None = None,
     ) -> None:
         self.name = name
         self._tier = tier
         self._logger = logger
-        self._watcher = watcher
         self._writes: dict[object, set[ChunkKey]] = {}  # running writes, and the keys removed meanwhile
-        if watcher is not None:
-            tier.on_evicted = self._publish_removed
         self._statistics = TierStatistics()
         self.capabilities = Capabilities()
         if not self._update_capabilities():
             raise ConfigError(f"tier {name!r}: its `capabilities` must be an instance of Capabilities")
+        if not (self.capabilities.in_arena and self.capabilities.local_index):
+            memory_watcher = None
+        self._watchers = [each for each in (watcher, memory_watcher) if each is not None]
+        if self._watchers:
+            tier.on_evicted = self._publish_removed
         self._timeout_s = timeout_s
         self._open_timeout_s = open_timeout_s
         self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
@@ -439,7 +443,7 @@ class TierHandle:
         foreign = self.capabilities.in_arena or self.capabilities.own_memory
         leases = CallLeases(call, foreign=foreign)
         start, check = partial(self._start, call, leases), partial(self._check, call, leases)
-        if call.verb is Verb.PUT_MANY and self._watcher is not None:
+        if call.verb is Verb.PUT_MANY and self._watchers:
             return self._publish_stored(call, partial(self._guarded, call.verb, start, check, leases.close))
         return self._guarded(call.verb, start, check, leases.close)
 
@@ -532,7 +536,7 @@ class TierHandle:
 
     async def _clear(self) -> object:
         """Clear the tier and publish the removal of the chunks that it listed before."""
-        keys = [key async for key in self.keys()] if self._watcher is not None else []
+        keys = [key async for key in self.keys()] if self._watchers else []
         return await self._remove(keys, self._tier.clear)
 
     async def _remove(self, keys: Sequence[ChunkKey], remove: Callable[[], Awaitable[object]]) -> object:
@@ -570,15 +574,16 @@ class TierHandle:
         finally:
             del self._writes[write]
             stored = [key for key in stored if key not in removed]
-            if self._watcher is not None and stored:
-                self._watcher.stored(self.name, stored)
+            for watcher in self._watchers if stored else ():
+                watcher.stored(self.name, stored)
         return results
 
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
-        if self._watcher is not None and keys:
+        if self._watchers and keys:
             for removed in self._writes.values():
                 removed.update(keys)
-            self._watcher.removed(self.name, keys)
+            for watcher in self._watchers:
+                watcher.removed(self.name, keys)
 
     def _update_capabilities(self) -> bool:
         """Read the capabilities again; the last valid ones are kept if the tier does not return any."""

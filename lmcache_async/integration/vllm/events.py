@@ -1,20 +1,23 @@
-"""Chunk events: which tier has which chunk, from the workers to vLLM's KV events and hit statistics."""
+"""Chunk events: which tier has which chunk, from the workers to the scheduler, vLLM's KV events and hit statistics."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 
+from lmcache_async.engine.lookup import MemoryLookups
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.base import Medium
-from lmcache_async.types import Chunk, ChunkKey, Tokens
+from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -22,6 +25,9 @@ MAX_ANNOUNCED = 8192
 """Maximum number of chunks whose tokens are kept, because a tier may write them later."""
 MAX_EVENTS = 65536
 """Maximum number of events that wait for vLLM's next step. If there are more, the oldest are dropped."""
+MAX_CHANGES = 65536
+"""Maximum number of chunks in host memory whose changes wait for vLLM's next step. If there are more, all are dropped, and
+the scheduler forgets what it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,97 @@ class ChunkEvents:
                 "full", "vLLM does not collect KV events; the oldest of %d events are dropped", MAX_EVENTS
             )
         self._new.append(event)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """Chunks that a rank has stored in host memory, or evicted from it, since its last change.
+
+    Attributes:
+        tier: Id of the tier in host memory.
+        stored: Keys of stored chunks, 16 bytes each.
+        removed: Keys of removed chunks. The tier may never have had some of them.
+        restart: Whether earlier changes were lost.
+    """
+
+    tier: str
+    stored: bytes
+    removed: bytes
+    restart: bool = False
+
+
+class MemoryChanges:
+    """Collects the changes of the tier in host memory, for the scheduler's `MemoryView` of this rank.
+
+    Runs on the engine's loop, except `take`.
+
+    Attributes:
+        tier: Id of the tier; None if no tier is in host memory or not all of its changes are reported.
+    """
+
+    def __init__(self) -> None:
+        self.tier: str | None = None
+        self._lock = threading.Lock()
+        self._changed: dict[ChunkKey, bool] = {}  # whether the last change stored the chunk
+        self._restart = False
+
+    def stored(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        self._add(tier, keys, stored=True)
+
+    def removed(self, tier: str, keys: Sequence[ChunkKey]) -> None:
+        self._add(tier, keys, stored=False)
+
+    def take(self) -> MemoryChange | None:
+        """Return the changes since the last call; None if there are none. Called by the model's thread."""
+        if self.tier is None or not (self._changed or self._restart):
+            return None
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            restart, self._restart = self._restart, False
+        stored = b"".join([key for key, is_stored in changed.items() if is_stored])
+        removed = b"".join([key for key, is_stored in changed.items() if not is_stored])
+        return MemoryChange(self.tier, stored, removed, restart)
+
+    def _add(self, tier: str, keys: Sequence[ChunkKey], *, stored: bool) -> None:
+        if tier != self.tier:
+            return
+        with self._lock:
+            self._changed.update(dict.fromkeys(keys, stored))
+            if len(self._changed) > MAX_CHANGES:
+                self._changed.clear()
+                self._restart = True
+
+
+class MemoryView:
+    """The chunks that one rank has in host memory, as of its last report. Runs on the scheduler's thread.
+
+    It may lack chunks of the rank, and have some that were evicted since the report. A load of these fails.
+    """
+
+    def __init__(self) -> None:
+        self._tier = ""
+        self._keys: set[bytes] = set()
+
+    def apply(self, change: MemoryChange) -> None:
+        if change.restart:
+            self._keys.clear()
+        self._tier = change.tier
+        self._keys.update(_split(change.stored))
+        self._keys.difference_update(_split(change.removed))
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+    def lookups(self) -> MemoryLookups | None:
+        """Return a lookup in this view, whose misses are never certain; None if no chunk is known."""
+        return MemoryLookups(self._tier, self._count) if self._keys else None
+
+    def _count(self, keys: Sequence[ChunkKey]) -> int:
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+
+def _split(packed: bytes) -> Iterable[bytes]:
+    return (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
 
 
 _SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_async.integration.vllm.events import ChunkEvent
+from lmcache_async.integration.vllm.events import ChunkEvent, MemoryChange
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import RequestKeys, Tail
 from lmcache_async.integration.vllm.lookup_server import LookupServer, TCPAddress
@@ -273,6 +273,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         unshared: For the same stores, the number of chunks that did not reach a tier that other processes read. Stores
             whose chunks were all present before are left out, because they do not show whether tiers accept writes.
         events: Chunks that the tiers of the first rank stored or removed.
+        memory: Changes of host memory, by rank.
         step: Number of the step that the report belongs to; 0 for none.
     """
 
@@ -280,6 +281,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     answered: Mapping[int, int] = field(default_factory=dict)
     unshared: Mapping[int, int] = field(default_factory=dict)
     events: tuple[ChunkEvent, ...] = ()
+    memory: Mapping[int, MemoryChange] = field(default_factory=dict)
     step: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -288,6 +290,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             _added(self.answered, other.answered),
             _added(self.unshared, other.unshared),
             self.events + other.events,
+            {**self.memory, **other.memory},
             max(self.step, other.step),
         )
 

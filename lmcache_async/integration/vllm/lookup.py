@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import uvloop
 
+from lmcache_async.engine.lookup import MemoryLookups
 from lmcache_async.hashing import RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.keys import PIECE_TOKENS, AdapterFingerprints, Promise, RequestKeys
@@ -27,9 +28,9 @@ from lmcache_async.integration.vllm.load_policy import Costs, slowest, unpack_co
 from lmcache_async.integration.vllm.lookup_server import (
     Address,
     Identity,
-    LookupServer,
     Message,
     TCPAddress,
+    answer,
     check_peer,
     close_connection,
     connect,
@@ -218,7 +219,7 @@ class LookupClient:
         ]
         self._query = Query(self.ranks, groups, partial_chunks=partial_chunks)
         self._waiter = PromiseWaiter(self._query, timeout_s=lookup_timeout_s, clock=clock)
-        self._local: LookupServer | None = None
+        self._memories: Sequence[Callable[[], MemoryLookups | None]] = ()
         self._adapters = AdapterFingerprints(adapter_algorithm)
         self._calls: deque[Callable[[], None]] = deque()
         self._answers: deque[AnsweredLookup] = deque()
@@ -248,9 +249,9 @@ class LookupClient:
         for rank, address in addresses.items():
             self._post(partial(self.ranks[rank].set_address, address))
 
-    def set_local(self, server: LookupServer) -> None:
-        """Let `peek` use the lookup server of the only rank, which runs in this process."""
-        self._local = server
+    def set_memories(self, memories: Sequence[Callable[[], MemoryLookups | None]]) -> None:
+        """Let `peek` use these lookups in host memory, one for each rank. They are created on the calling thread of `peek`."""
+        self._memories = memories
 
     def now(self) -> float:
         return self._clock()
@@ -287,30 +288,30 @@ class LookupClient:
         return lookup
 
     def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, AnsweredLookup] | None:
-        """Hash a new request and look it up in host memory of this process, on the calling thread. `keys` must be new.
+        """Hash a new request and look it up in host memory of all ranks, on the calling thread. `keys` must be new.
 
         The answer is that of `ask`, but nothing is pinned, so it is valid in the current step only. Return None if `ask`
-        has to be used instead: if the worker runs in another process, the request has an adapter, a slower tier may have
-        more of it, or a further query is needed.
+        has to be used instead: if the content of host memory is not known, the request has an adapter, a slower tier may
+        have more of it, or a further query is needed.
         """
-        identity = self.ranks[0].identity
-        if self._local is None or identity is None or not self.ready:
+        identities = [rank.identity for rank in self.ranks if rank.identity is not None]
+        memories = [memory for make in self._memories if (memory := make()) is not None]
+        if not len(self.ranks) == len(identities) == len(memories) or not self.ready:
             return None
         if keys.adapter is not None:  # its files may have to be read
             return None
         keys.requested = num_tokens
+        lookup = self._new_lookup(keys, num_tokens)
         try:
-            self._open(keys, [identity])
-            keys.extend(num_tokens, lambda: None)
+            self._open(keys, identities)
+            found = self._query.peek(memories, keys, lookup)
         except (ValueError, OverflowError) as error:
             self._failed(keys, error)
             return None
-        lookup = self._new_lookup(keys, num_tokens)
-        answer = self._query.peek(self._local, keys, lookup)
-        if answer is None:
+        if found is None:
             return None
         return lookup, AnsweredLookup(
-            keys.request_id, lookup.lookup_id, answer, lookup.asked_at, lookup.asked_at
+            keys.request_id, lookup.lookup_id, found, lookup.asked_at, lookup.asked_at
         )
 
     def _new_lookup(
@@ -346,7 +347,7 @@ class LookupClient:
 
     def close(self, timeout_s: float) -> None:
         """Stop the daemon thread and wait up to `timeout_s` seconds for its end. If it hangs, the process can still exit."""
-        self._local = None  # drops the reference to the engine and its memory
+        self._memories = ()  # drops the reference to the engine and its memory
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread is not None:
@@ -824,20 +825,30 @@ class Query:
             return answer
         return await self._with_boundary(keys, lookup, answer)
 
-    def peek(self, server: LookupServer, keys: RequestKeys, lookup: Lookup) -> Answer | None:
-        """Look up in host memory of the only rank, which is in this process. None if the answer needs another query."""
-        memory = server.memory()
-        if memory is None or not self._groups.full:
-            return None
-        local = _LocalRank(lambda message: server.answer(message, memory))
-        answer = _run_synchronously(self._prefix(keys, lookup, keys.end_candidates(), [local]))
-        answer = replace(answer, pinned=False)
+    def peek(self, memories: Sequence[MemoryLookups], keys: RequestKeys, lookup: Lookup) -> Answer | None:
+        """Hash the request and look it up in host memory of each rank. None if the answer needs another query.
+
+        Raises:
+            ValueError: A value is not a token id.
+        """
         size, unit = keys.identity.chunk_size, keys.identity.block_size
-        hit = answer.hit_tokens(size)
-        if self._groups.boundary_groups and hit and answer.boundary is None:
+        if not self._groups.full:
+            return None
+        local = [_LocalRank(partial(answer, lookups=memory)) for memory in memories]
+        if lookup.num_tokens >= size:
+            keys.extend(size, lambda: None)
+            runs = [[run] for run in self._records(keys, keys.packed_keys(0, 1))]
+            first = _run_synchronously(_ask_first(local, "", runs)) or []
+            if any(each.position < 0 for each in first) and not all(memory.certain for memory in memories):
+                return None
+        keys.extend(lookup.num_tokens, lambda: None)
+        found = _run_synchronously(self._prefix(keys, lookup, keys.end_candidates(), local))
+        found = replace(found, pinned=False)
+        hit = found.hit_tokens(size)
+        if self._groups.boundary_groups and hit and found.boundary is None:
             return None
         whole = hit > lookup.num_tokens - bool(self._groups.boundary_groups) - unit
-        return answer if whole or memory.certain else None
+        return found if whole or all(memory.certain for memory in memories) else None
 
     async def is_stored(self, keys: RequestKeys, chunk: Sequence[bytes]) -> bool:
         """Return whether every rank has the chunk with these keys, one per rank. Nothing is pinned."""
@@ -989,7 +1000,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class _LocalRank:
-    """Replaces `RankConnection` for a rank in this process. `call` does not suspend."""
+    """Replaces `RankConnection` for a rank whose host memory is known in this process. `call` does not suspend."""
 
     call: Callable[[Message], Coroutine[Any, Any, Message | None]]
 
@@ -1075,7 +1086,10 @@ async def _ask_all(
 ) -> list[Message] | None:
     """The answer of every rank; None if one is missing."""
     calls = [rank.call(message) for rank, message in zip(ranks, messages, strict=True)]
-    replies = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+    if len(calls) == 1 or isinstance(ranks[0], _LocalRank):
+        replies = [await call for call in calls]
+    else:
+        replies = await asyncio.gather(*calls)
     answered = [reply for reply in replies if reply is not None]
     return answered if len(answered) == len(replies) else None
 

@@ -478,15 +478,6 @@ class LookupServer:
             writer.write(encode({"id": message_id if isinstance(message_id, int) else None, **answer}))
             await writer.drain()  # a peer that does not read is not served further
 
-    async def answer(self, message: Message, lookups: Lookups) -> Message:
-        """Answer a `lookup` or `first`. If `lookups` is from `memory`, it does not suspend and any thread may call it."""
-        match message:
-            case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "runs": list(runs)}:
-                return await _prefix(lookups, lookup_id, unpack_keys(keys), list(map(unpack_runs, runs)))
-            case {"op": "first", "lookup_id": str(lookup_id), "runs": list(runs)}:
-                return {"found": await _first(lookups, lookup_id, list(map(unpack_runs, runs)))}
-        raise ValueError(f"unknown message of protocol {self._identity.protocol}: {message.get('op')!r:.40}")
-
     async def _answer(self, message: Message) -> Message | None:
         match message:
             case {"op": "unpin", "lookup_id": str(lookup_id)}:
@@ -496,7 +487,7 @@ class LookupServer:
                 return {"removed": await self._clear(epoch, memory_only)}
             case {"op": "hello"}:
                 return asdict(self._identity)
-        return await self.answer(message, self._engine)
+        return await answer(message, self._engine)
 
     def _claim(self, message: Message) -> str | None:
         """Return the lookup id for which the message may pin chunks. Its `unpin` may be served before the message."""
@@ -523,6 +514,16 @@ class LookupServer:
             self._released.add(lookup_id)
         else:
             self._engine.unpin(lookup_id)
+
+
+async def answer(message: Message, lookups: Lookups) -> Message:
+    """Answer a `lookup` or `first`. If `lookups` is a `MemoryLookups`, it does not suspend and any thread may call it."""
+    match message:
+        case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "runs": list(runs)}:
+            return await _prefix(lookups, lookup_id, unpack_keys(keys), list(map(unpack_runs, runs)))
+        case {"op": "first", "lookup_id": str(lookup_id), "runs": list(runs)}:
+            return {"found": await _first(lookups, lookup_id, list(map(unpack_runs, runs)))}
+    raise ValueError(f"unknown message of protocol {PROTOCOL}: {message.get('op')!r:.40}")
 
 
 async def _prefix(

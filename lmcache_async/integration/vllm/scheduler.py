@@ -20,7 +20,7 @@ from lmcache_async.integration.vllm.config import (
     roles_of,
     uses_tcp,
 )
-from lmcache_async.integration.vllm.events import MAX_EVENTS, ChunkEvent
+from lmcache_async.integration.vllm.events import MAX_EVENTS, ChunkEvent, MemoryView
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import (
     SKIP,
@@ -441,6 +441,9 @@ class SchedulerConnector:
         self.roles = roles
         self._media = media or MediaIdentity()
         self._client = client
+        # A MultiConnector has no short path for loads from host memory; see decision 6.
+        self._views = [MemoryView() for _ in range(0 if beside_others else world_size)]
+        client.set_memories([view.lookups for view in self._views])
         self.load_policy = LoadPolicy(
             PrefillClock(client.now, config.vllm.prefill_tokens_per_s),
             config.chunk_size,
@@ -484,6 +487,7 @@ class SchedulerConnector:
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         # Looked up by this thread in this step, and not admitted yet. Nothing is pinned for these.
         self._peeked: dict[str, RequestTracker] = {}
+        self._viewed: set[str] = set()  # requests that were looked up in `_views` only
         # Assumed until a store reports otherwise. At worst, the first consumers wait without effect.
         self._reaches_shared_tier = True
         self._wants_plans = config.http.listen is not None
@@ -553,7 +557,8 @@ class SchedulerConnector:
         """
         self._client.set_addresses(addresses)
         if local is not None:
-            self._client.set_local(local)
+            self._views.clear()
+            self._client.set_memories([local.memory])
 
     def on_new_request(self, request: Any) -> None:
         """Start the lookup of a request before it is queued."""
@@ -677,6 +682,9 @@ class SchedulerConnector:
             self._stores.copied(report.copied)
             self._stores_answered(report)
             self._events.extend(report.events)
+            for rank, change in report.memory.items():
+                if rank < len(self._views):
+                    self._views[rank].apply(change)
             self.load_policy.prefill.end(report.step)
 
     def finished(self, request: Any) -> Promise | None:
@@ -691,7 +699,8 @@ class SchedulerConnector:
         if tracker is None:
             return None
         tracker.end()
-        self._peeked.pop(tracker.request_id, None)
+        if self._peeked.pop(tracker.request_id, None) is not None:  # not admitted
+            self._viewed.discard(tracker.request_id)
         load = self._loads.get(request.request_id)
         if load is not None and load.job.layerwise:
             if request.status.name in _COMPLETED:  # so its step has loaded everything
@@ -701,6 +710,9 @@ class SchedulerConnector:
                 # prefix cache, and they cannot be found by the request any more when it is known.
                 self._manager.evict_blocks(self._blocks_after(request.request_id, load.local_tokens))
         self._release(tracker.lookup_unused())
+        if tracker.request_id in self._viewed:  # let the ranks' eviction policies learn of the lookup
+            self._viewed.discard(tracker.request_id)
+            self._client.release(self._client.ask(tracker.keys, tracker.keys.num_hashed), None)
         tracker.skip_stored(self._client.epoch)
         computed = tracker.computed_tokens
         if tracker.tokens_to_hash(computed):
@@ -727,6 +739,7 @@ class SchedulerConnector:
         in place, and those of a later process are the files' again.
         """
         mode = self.config.vllm.reset_cache
+        self._forget_memory()
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
         if mode == "all" and self._not_cleared:
@@ -813,6 +826,7 @@ class SchedulerConnector:
 
     def _ask(self, tracker: RequestTracker) -> None:
         self._peeked.pop(tracker.request_id, None)
+        self._viewed.discard(tracker.request_id)
         promise, wait_s = tracker.promise_to_wait_for(self._client.now())
         tracker.lookup_sent(self._client.ask(tracker.keys, tracker.num_tokens, promise, wait_s))
 
@@ -831,6 +845,8 @@ class SchedulerConnector:
         tracker.lookup_sent(lookup)
         tracker.lookup_answered(answered)
         self._peeked[tracker.request_id] = tracker
+        if self._views:
+            self._viewed.add(tracker.request_id)
         return True
 
     def _ask_for_peeked(self) -> None:
@@ -881,6 +897,7 @@ class SchedulerConnector:
                 continue
             if load.tracker.load_tokens_failed(first_token):
                 self.metrics.load_failed()
+                self._forget_memory()  # perhaps it has chunks that were evicted
             if load.job.layerwise:
                 # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
                 bad = bad_blocks & set(load.job.touched_blocks())
@@ -899,7 +916,13 @@ class SchedulerConnector:
             return
         if load.tracker.load_tokens_failed(0):
             self.metrics.load_failed()
+            self._forget_memory()  # perhaps it has chunks that were evicted
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
+
+    def _forget_memory(self) -> None:
+        """Look up all requests in the workers until they report new chunks."""
+        for view in self._views:
+            view.clear()
 
     def _may_be_unfilled(self, tracker: RequestTracker, now: float) -> bool:
         """Return whether the prefix that vLLM has for the request may include blocks that a load of a step still fills."""

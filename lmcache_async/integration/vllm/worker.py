@@ -37,7 +37,7 @@ from lmcache_async.integration.vllm.config import (
     shard_namespace,
     uses_tcp,
 )
-from lmcache_async.integration.vllm.events import ChunkEvents
+from lmcache_async.integration.vllm.events import ChunkEvents, MemoryChanges
 from lmcache_async.integration.vllm.groups import HeadShard, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import (
@@ -99,12 +99,14 @@ class Transfers:
         groups: KVGroups,
         layout: KVLayout,
         events: ChunkEvents | None = None,
+        memory: MemoryChanges | None = None,
     ) -> None:
         self.layerwise = LayerwiseLoads(self.report_failed, layout.layer_ends, layout.num_planes)
         self._engine = engine
         self._loop = loop
         self._rank = rank
         self._events = events
+        self._memory = memory
         self._chunk_size = chunk_size
         self._groups = groups
         self._epoch = 0
@@ -196,8 +198,10 @@ class Transfers:
     def take_report(self, step: int) -> WorkerReport:
         """Return the progress of stores, and the chunk events, since the last call."""
         events = self._events.take() if self._events is not None else ()
+        change = self._memory.take() if self._memory is not None else None
+        memory = {self._rank: change} if change is not None else {}
         with self._lock:
-            report = WorkerReport(self._copied, self._answered, self._unshared, events, step)
+            report = WorkerReport(self._copied, self._answered, self._unshared, events, memory, step)
             self._copied, self._answered, self._unshared = {}, {}, {}
         return report
 
@@ -560,6 +564,7 @@ class RankEngine:
         self._transfers: Transfers | None = None
         self._feed: StatsFeed | None = None
         self._events = ChunkEvents(config.chunk_size) if kv_events and rank == 0 else None
+        self._memory = MemoryChanges()
         self.loads_early = False
 
     @classmethod
@@ -675,7 +680,9 @@ class RankEngine:
             groups=self._groups,
             layout=groups[0].layout,
             events=self._events,
+            memory=self._memory,
         )
+        self._memory.tier = engine.watched_memory()
         self.server = LookupServer(
             engine, self._identity(groups), self.address, clear=transfers.clear, memory=engine.memory_lookup
         )
@@ -730,6 +737,7 @@ class RankEngine:
                 layout=groups[0].layout,
                 namespace=groups[0].namespace,
                 watcher=self._events,
+                memory_watcher=self._memory,
                 replica=self._replica,
                 more_groups=groups[1:],
             )
@@ -865,7 +873,8 @@ class WorkerConnector:
         report = reduce(
             WorkerReport.aggregate, [engine.transfers.take_report(step) for engine in self.engines]
         )
-        return report if report.copied or report.answered or report.events or step else None
+        content = (report.copied, report.answered, report.events, report.memory, step)
+        return report if any(content) else None
 
     def close(self) -> None:
         """Close the engines at the same time; see `RankEngine.close`."""

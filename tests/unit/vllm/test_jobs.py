@@ -5,6 +5,7 @@ from array import array
 
 import numpy as np
 
+from lmcache_async.integration.vllm.events import MemoryChange
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 
@@ -55,10 +56,13 @@ def test_metadata_travels_by_pickle_and_is_small():
 
 
 def test_reports_of_ranks_add_up_and_are_truthy_or_vllm_would_drop_them():
+    changes = [MemoryChange("cpu", bytes([rank]) * 16, b"") for rank in (0, 1)]
     one, other = (
-        WorkerReport({1: 1, 2: 1}, {1: 1, 2: 1}, {1: 0, 2: 1}, step=7),
-        WorkerReport({2: 1, 3: 1}, {1: 1, 3: 1}, {1: 0, 2: 2}, step=7),
+        WorkerReport({1: 1, 2: 1}, {1: 1, 2: 1}, {1: 0, 2: 1}, memory={0: changes[0]}, step=7),
+        WorkerReport({2: 1, 3: 1}, {1: 1, 3: 1}, {1: 0, 2: 2}, memory={1: changes[1]}, step=7),
     )
 
     assert one
-    assert one.aggregate(other) == WorkerReport({1: 1, 2: 2, 3: 1}, {1: 2, 2: 1, 3: 1}, {1: 0, 2: 3}, step=7)
+    assert one.aggregate(other) == WorkerReport(
+        {1: 1, 2: 2, 3: 1}, {1: 2, 2: 1, 3: 1}, {1: 0, 2: 3}, memory=dict(enumerate(changes)), step=7
+    )

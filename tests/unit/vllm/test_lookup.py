@@ -10,6 +10,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from lmcache_async.engine.lookup import FirstPresent, LookupResult
+from lmcache_async.engine.lookup import FirstPresent, LookupResult, MemoryLookups
 from lmcache_async.engine.loop import LoopThread
 from lmcache_async.hashing import ChunkHasher, RequestNamespace, hash_key_id
 from lmcache_async.integration.vllm import lookup as lookup_module
+from lmcache_async.integration.vllm import lookup_server
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, Promise, RequestKeys
 from lmcache_async.integration.vllm.lookup import (
@@ -489,7 +492,7 @@ def test_closed_connections_are_not_logged(
 def test_a_query_without_the_name_of_a_lookup_pins_nothing(ranks: Ranks, name: str, pinned_for: str | None):
     engine = ranks.engines[0]
     message = {"op": "first", "lookup_id": name, "runs": [pack_runs([bytes(16)])]}
-    ranks.loop.submit(ranks.servers[0].answer(message, engine)).result()
+    ranks.loop.submit(lookup_server.answer(message, engine)).result()
 
     assert engine.first_of == [pinned_for]
 
@@ -612,6 +615,57 @@ def test_an_old_boundary_of_a_long_prompt_is_found_in_a_later_query(windows: Ran
     windows.hold_boundary(tokens, CHUNK)
 
     assert windows.ask(tokens).boundary == CHUNK
+
+
+def in_memory(*engines: KeySet) -> list[Callable[[], MemoryLookups]]:
+    """A lookup in host memory of each rank, which has the keys of the rank's engine."""
+
+    def of(engine: KeySet) -> MemoryLookups:
+        return MemoryLookups("cpu", lambda keys: sum(1 for _ in takewhile(engine.keys.__contains__, keys)))
+
+    return [partial(of, engine) for engine in engines]
+
+
+@pytest.mark.parametrize("boundary", [10 * CHUNK - BLOCK, 5 * CHUNK], ids=["at the end", "before the end"])
+def test_a_hit_in_memory_of_all_ranks_is_answered_at_once(windows: Ranks, boundary: int):
+    """As by a query, unless the hit ends before the last boundary: a slower tier may have more."""
+    tokens = list(range(10 * CHUNK))
+    windows.hold(tokens)
+    windows.hold_boundary(tokens, boundary)
+    windows.client.set_memories(in_memory(*windows.engines))
+
+    found = windows.client.peek(RequestKeys("r", tokens, len(tokens)), len(tokens))
+
+    if boundary == 5 * CHUNK:
+        assert found is None
+    else:
+        assert found[1].answer == replace(windows.ask(tokens), pinned=False, costs=((10, 0.0),))
+        assert found[1].answer.resident
+
+
+@pytest.mark.parametrize("lacks", ["first", "last", "all"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_that_a_rank_lacks_in_memory_is_queried(ranks: Ranks, rank: int, lacks: str):
+    tokens = list(range(4 * CHUNK))
+    ranks.hold(tokens, ranks=[1 - rank])
+    if lacks == "last":
+        ranks.hold(tokens[:-CHUNK], ranks=[rank])
+    elif lacks == "first":
+        ranks.hold(tokens, ranks=[rank])
+        hasher = ChunkHasher(RequestNamespace().root(ranks.roots[rank]), chunk_size=CHUNK)
+        ranks.engines[rank].keys.difference_update(hasher.extend_keys(tokens[:CHUNK]))
+    memories = in_memory(*ranks.engines)
+    keys = RequestKeys("r", tokens, len(tokens))
+    ranks.client.set_memories([*memories[:rank], lambda: None, *memories[rank + 1 :]])
+    assert ranks.client.peek(keys, len(tokens)) is None  # what the rank has is not known
+    assert not keys.num_hashed
+    ranks.client.set_memories(memories)
+
+    assert ranks.client.peek(keys, len(tokens)) is None
+
+    assert keys.num_hashed == (len(tokens) if lacks == "last" else CHUNK)
+    lookup = ranks.client.ask(keys, len(tokens))
+    assert ranks.wait(lookup).chunks == (3 if lacks == "last" else 0)
 
 
 @pytest.mark.parametrize(

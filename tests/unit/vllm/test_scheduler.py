@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,8 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_async.config import load_config
+from lmcache_async.engine.lookup import MemoryLookups
+from lmcache_async.integration.vllm.events import MemoryChange
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
@@ -51,6 +53,7 @@ class Client:
         self.ready = self.connected = True
         self.hashes = True
         self.in_memory: Answer | None = None
+        self.memories: Sequence[Callable[[], MemoryLookups | None]] = ()
         self.promises = PromiseCounts()
         self.asked: list[Lookup] = []
         self.released: list[Lookup] = []
@@ -71,6 +74,9 @@ class Client:
             self.answer(lookup, MISS)
         self.hash(keys, num_tokens)
         return lookup
+
+    def set_memories(self, memories: Sequence[Callable[[], MemoryLookups | None]]) -> None:
+        self.memories = memories
 
     def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, AnsweredLookup] | None:
         if self.in_memory is None:
@@ -217,13 +223,14 @@ class Bench:
         bad: set[int] = frozenset(),
         step: int = 0,
         answered: WorkerReport | None = None,
+        memory: Mapping[int, MemoryChange] | None = None,
     ) -> None:
         self.scheduler.update(
             SimpleNamespace(
                 invalid_block_ids=set(bad),
                 finished_recving=finished,
-                kv_connector_worker_meta=WorkerReport(copied or {}, step=step)
-                if copied or step
+                kv_connector_worker_meta=WorkerReport(copied or {}, memory=memory or {}, step=step)
+                if copied or step or memory
                 else answered,
             )
         )
@@ -276,6 +283,49 @@ def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
     assert bench.scheduler.match(request, 0) == (None, False)
     bench.answer(request, hit(1))
     assert bench.scheduler.match(request, 0) == (8, True)
+
+
+@pytest.mark.parametrize("end", ["reset", "failed load"])
+def test_what_ranks_report_of_host_memory_is_known_until_it_is_doubtful(end: str):
+    bench, key = Bench(), b"k" * 16
+    bench.report(memory={0: MemoryChange("cpu", key, b""), 1: MemoryChange("cpu", 2 * key, b"")})
+    known = [memory() for memory in bench.client.memories]
+    assert [memory is not None for memory in known] == [True] * RANKS
+    request = bench.request(20, answer=hit(2))
+    bench.scheduler.match(request, 0)
+    bench.allocate(request, 16, 16)
+
+    if end == "reset":
+        bench.scheduler.reset()
+    else:
+        bench.report(bad={bench.blocks_of(request, 16)[0].block_id})
+
+    assert [memory() for memory in bench.client.memories] == [None] * RANKS
+    bench.report(memory={1: MemoryChange("cpu", key, b"")})
+    assert [memory() is not None for memory in bench.client.memories] == [False, True]
+
+
+def test_beside_other_connectors_nothing_is_known_of_host_memory():
+    bench = Bench(beside_others=True)
+    bench.report(memory={0: MemoryChange("cpu", b"k" * 16, b"")})
+
+    assert not bench.client.memories
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_the_ranks_learn_of_a_lookup_by_the_scheduler_when_its_request_ends(admitted: bool):
+    """The eviction policies of their tiers need it. Nothing stays pinned."""
+    bench = Bench()
+    bench.client.in_memory = hit(2, resident=True)
+    request = bench.request(20)
+    if admitted:
+        assert bench.scheduler.match(request, 0) == (16, True)
+        bench.allocate(request, 16, 16)
+        bench.report(finished={request.request_id})
+    bench.finish(request)
+
+    assert len(bench.client.asked) == admitted
+    assert set(bench.client.asked) <= set(bench.client.released)
 
 
 def test_a_request_that_is_looked_up_in_its_first_step_is_not_looked_up_at_its_end_too():

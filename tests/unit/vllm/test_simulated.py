@@ -470,33 +470,40 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", MODEL_NAMES)
-def test_a_worker_in_the_scheduler_s_process_saves_the_step_of_the_lookup(
+def test_a_hit_in_host_memory_needs_no_step_for_the_lookup(
     simulators: Simulators, model: str, num_ranks: int
 ):
+    """The scheduler has the worker's index if both are in one process; otherwise it has what the ranks have reported."""
     sim, tokens = simulators.stored(groups=MODELS[model], ranks=num_ranks)
+    sim.add("other", prompt(40, seed=1))  # in its steps, the ranks report what they have stored
+    simulators.settle(sim)
     sim.add("warm", tokens)
     sim.step()
 
     found = scheduler_of(sim).metrics.counter("loads_total").value
-    assert found == (num_ranks == 1 and any(group.is_full for group in MODELS[model]))
+    assert found == any(group.is_full for group in MODELS[model])
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", MODEL_NAMES)
-def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(simulators: Simulators, model: str):
-    sim, tokens = simulators.stored(groups=MODELS[model])
+def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(
+    simulators: Simulators, model: str, num_ranks: int
+):
+    sim, tokens = simulators.stored(groups=MODELS[model], ranks=num_ranks)
     sim.add("warm", tokens)
-    (rank,) = sim.ranks[0].connector.worker.engines
+    (rank,) = sim.ranks[-1].connector.worker.engines
     rank._loop.submit(rank.engine.clear()).result(60)
     sim.run()
 
     assert sim.outputs["warm"] == expected(tokens, 4)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_chunks_that_are_looked_up_in_the_scheduler_s_process_are_evicted_last_chunk_first(
-    simulators: Simulators,
+    simulators: Simulators, num_ranks: int
 ):
     """The chunks are stored by several steps, so the eviction policy learns their order from the lookup alone."""
-    sim = simulators({"arena.max_bytes": "512KiB"})
+    sim = simulators({"arena.max_bytes": "512KiB"}, ranks=num_ranks)
     tokens = prompt(1024)
     for name, asked in (("cold", tokens), ("other", prompt(1936, seed=1)), ("warm", tokens)):
         sim.add(name, asked)

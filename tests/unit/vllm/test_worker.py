@@ -81,6 +81,9 @@ class Engine:
     def memory_lookup(self) -> None:
         return None
 
+    def watched_memory(self) -> str | None:
+        return "cpu"
+
     async def clear(self, *, memory_only: bool = False) -> int:
         self.cleared.append(memory_only)
         return 3
