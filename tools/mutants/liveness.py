@@ -194,9 +194,23 @@ WAITS = (
     Mutation(
         "a lookup in memory is sure although a tier may have the chunk",
         "lmcache_async/engine/lookup.py",
-        "found is not None and all(tier.lacks(missing) for tier in self._others)",
+        "found is not None and self._others_lack(keys[count])",
         "found is not None",
         ("tests/unit/test_lookups.py",),
+    ),
+    Mutation(
+        "the scheduler keeps keys of host memory that a rank has evicted",
+        "lmcache_async/integration/vllm/events.py",
+        "self._keys.difference_update(_split(change.removed))",
+        "pass",
+        ("tests/unit/vllm/test_memory_view.py",),
+    ),
+    Mutation(
+        "the scheduler keeps keys of host memory after a reset",
+        "lmcache_async/integration/vllm/scheduler.py",
+        "        self._forget_memory()\n        self._client.reset(",
+        "        self._client.reset(",
+        ("tests/unit/vllm/test_scheduler.py",),
     ),
     Mutation(
         "a store reserves memory before its fence is reached",
