@@ -30,7 +30,7 @@ from lmcache_async.integration.vllm.lookup_server import (
     Identity,
     Message,
     TCPAddress,
-    answer,
+    answer_lookup,
     check_peer,
     close_connection,
     connect,
@@ -834,7 +834,7 @@ class Query:
         size, unit = keys.identity.chunk_size, keys.identity.block_size
         if not self._groups.full:
             return None
-        local = [_LocalRank(partial(answer, lookups=memory)) for memory in memories]
+        local = [_LocalRank(partial(answer_lookup, lookups=memory)) for memory in memories]
         if lookup.num_tokens >= size:
             keys.extend(size, lambda: None)
             runs = [[run] for run in self._records(keys, keys.packed_keys(0, 1))]

@@ -487,7 +487,7 @@ class LookupServer:
                 return {"removed": await self._clear(epoch, memory_only)}
             case {"op": "hello"}:
                 return asdict(self._identity)
-        return await answer(message, self._engine)
+        return await answer_lookup(message, self._engine)
 
     def _claim(self, message: Message) -> str | None:
         """Return the lookup id for which the message may pin chunks. Its `unpin` may be served before the message."""
@@ -516,7 +516,7 @@ class LookupServer:
             self._engine.unpin(lookup_id)
 
 
-async def answer(message: Message, lookups: Lookups) -> Message:
+async def answer_lookup(message: Message, lookups: Lookups) -> Message:
     """Answer a `lookup` or `first`. If `lookups` is a `MemoryLookups`, it does not suspend and any thread may call it."""
     match message:
         case {"op": "lookup", "lookup_id": str(lookup_id), "keys": bytes(keys), "runs": list(runs)}:

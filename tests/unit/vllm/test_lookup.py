@@ -492,7 +492,7 @@ def test_closed_connections_are_not_logged(
 def test_a_query_without_the_name_of_a_lookup_pins_nothing(ranks: Ranks, name: str, pinned_for: str | None):
     engine = ranks.engines[0]
     message = {"op": "first", "lookup_id": name, "runs": [pack_runs([bytes(16)])]}
-    ranks.loop.submit(lookup_server.answer(message, engine)).result()
+    ranks.loop.submit(lookup_server.answer_lookup(message, engine)).result()
 
     assert engine.first_of == [pinned_for]
 
