@@ -201,15 +201,15 @@ WAITS = (
     Mutation(
         "the scheduler keeps keys of host memory that a rank has evicted",
         "lmcache_async/integration/vllm/events.py",
-        "self._keys.difference_update(_split(change.removed))",
+        "self._keys.difference_update(unpack_keys(change.removed))",
         "pass",
         ("tests/unit/vllm/test_memory_view.py",),
     ),
     Mutation(
         "the scheduler keeps keys of host memory after a reset",
         "lmcache_async/integration/vllm/scheduler.py",
-        "        self._forget_memory()\n        self._client.reset(",
-        "        self._client.reset(",
+        "        self._forget_memory()\n        self._viewed",
+        "        self._viewed",
         ("tests/unit/vllm/test_scheduler.py",),
     ),
     Mutation(

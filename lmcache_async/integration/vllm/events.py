@@ -14,10 +14,11 @@ import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 
 from lmcache_async.engine.lookup import MemoryLookups
+from lmcache_async.integration.vllm.lookup_server import unpack_keys
 from lmcache_async.integration.vllm.versions import CacheHitSource
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.tiers.base import Medium
-from lmcache_async.types import KEY_BYTES, Chunk, ChunkKey, Tokens
+from lmcache_async.types import Chunk, ChunkKey, Tokens
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -172,14 +173,14 @@ class MemoryView:
 
     def __init__(self) -> None:
         self._tier = ""
-        self._keys: set[bytes] = set()
+        self._keys: set[ChunkKey] = set()
 
     def apply(self, change: MemoryChange) -> None:
         if change.restart:
             self._keys.clear()
         self._tier = change.tier
-        self._keys.update(_split(change.stored))
-        self._keys.difference_update(_split(change.removed))
+        self._keys.update(unpack_keys(change.stored))
+        self._keys.difference_update(unpack_keys(change.removed))
 
     def clear(self) -> None:
         self._keys.clear()
@@ -190,10 +191,6 @@ class MemoryView:
 
     def _count(self, keys: Sequence[ChunkKey]) -> int:
         return sum(1 for _ in takewhile(self._keys.__contains__, keys))
-
-
-def _split(packed: bytes) -> Iterable[bytes]:
-    return (packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
 
 
 _SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}

@@ -1085,11 +1085,11 @@ async def _ask_all(
     ranks: Sequence[RankConnection | _LocalRank], messages: Sequence[Message]
 ) -> list[Message] | None:
     """The answer of every rank; None if one is missing."""
-    calls = [rank.call(message) for rank, message in zip(ranks, messages, strict=True)]
-    if len(calls) == 1 or isinstance(ranks[0], _LocalRank):
-        replies = [await call for call in calls]
+    pairs = zip(ranks, messages, strict=True)
+    if len(ranks) == 1 or isinstance(ranks[0], _LocalRank):
+        replies = [await rank.call(message) for rank, message in pairs]
     else:
-        replies = await asyncio.gather(*calls)
+        replies = await asyncio.gather(*(rank.call(message) for rank, message in pairs))
     answered = [reply for reply in replies if reply is not None]
     return answered if len(answered) == len(replies) else None
 

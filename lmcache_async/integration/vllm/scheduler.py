@@ -740,6 +740,7 @@ class SchedulerConnector:
         """
         mode = self.config.vllm.reset_cache
         self._forget_memory()
+        self._viewed.clear()
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
         if mode == "all" and self._not_cleared:

@@ -328,6 +328,20 @@ def test_the_ranks_learn_of_a_lookup_by_the_scheduler_when_its_request_ends(admi
     assert set(bench.client.asked) <= set(bench.client.released)
 
 
+def test_a_lookup_by_the_scheduler_is_not_repeated_after_a_reset():
+    """The chunks are deleted, and the request may have other keys."""
+    bench = Bench(**{"vllm.reset_cache": "new_namespace"})
+    bench.client.in_memory = hit(2, resident=True)
+    request = bench.request(20)
+    bench.scheduler.match(request, 0)
+    bench.allocate(request, 16, 16)
+    bench.report(finished={request.request_id})
+    bench.scheduler.reset()
+    bench.finish(request)
+
+    assert not bench.client.asked
+
+
 def test_a_request_that_is_looked_up_in_its_first_step_is_not_looked_up_at_its_end_too():
     """The pins of the first lookup would be held until they expire."""
     bench = Bench()
