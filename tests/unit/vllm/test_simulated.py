@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.device.progress import LoadProgress
+from lmcache_async.integration.vllm.events import MemoryChanges
 from lmcache_async.integration.vllm.groups import KVGroups
 from lmcache_async.integration.vllm.jobs import Job
 from lmcache_async.integration.vllm.worker import LayerwiseLoads
@@ -496,6 +497,27 @@ def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(
     sim.run()
 
     assert sim.outputs["warm"] == expected(tokens, 4)
+
+
+@pytest.mark.parametrize("model", ["full", "window", "two states", "two full, two windows"])
+def test_answers_are_right_if_no_eviction_is_reported(
+    simulators: Simulators, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The scheduler then takes every chunk that was ever stored to be in host memory."""
+    monkeypatch.setattr(MemoryChanges, "removed", lambda *_: None)
+    sim = simulators({"arena.max_bytes": "256KiB"}, groups=MODELS[model], ranks=2)
+    prompts = [prompt(600, seed=seed) for seed in range(16)]
+    for turn in range(3):
+        for seed, tokens in enumerate(prompts):
+            sim.add(f"{turn} {seed}", tokens)
+            simulators.settle(sim)
+
+    evictions = [engine_of(rank).statistics().tiers["cpu"].evictions for rank in sim.ranks]
+    assert all(evictions)
+    assert scheduler_of(sim).metrics.counter("failed_loads_total").value
+    for turn in range(3):
+        for seed, tokens in enumerate(prompts):
+            assert sim.outputs[f"{turn} {seed}"] == expected(tokens, 4)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
