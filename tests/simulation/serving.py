@@ -27,7 +27,7 @@ from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, aban
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
 from tests.simulation.tiers import Backend, tier_over
-from tests.support.vllm_simulator import MODELS, Setup, SimulatedVLLM, scheduler_of
+from tests.support.vllm_simulator import MODELS, Setup, SimulatedVLLM, scheduler_of, several_groups_served
 from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
 
 
@@ -132,7 +132,8 @@ class Serving(Simulation):
         self._encrypted = self.rng.random() < 0.3
         overlapped, stages = self.rng.random() < 0.5, self.rng.choice((1, 1, 2, 3))
         multi = self.rng.random() < 0.3
-        groups = () if multi or self.rng.random() < 0.4 else self.rng.choice(list(MODELS.values()))
+        models = list(MODELS.values()) if several_groups_served() else [MODELS["full"]]
+        groups = () if multi or self.rng.random() < 0.4 else self.rng.choice(models)
         # The simulated vLLM knows no drafts in several stages.
         drafts = self.rng.choice((0, 0, 3, 5)) if stages == 1 and not multi else 0
         tables = max(1, len(groups))

@@ -66,6 +66,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.groups import KVGroup
 from lmcache_async.integration.vllm.jobs import Job, JobPart, StepMetadata
+from lmcache_async.integration.vllm.versions import serves_several_groups
 
 Positions: TypeAlias = npt.NDArray[np.intp]
 
@@ -256,6 +257,11 @@ MODELS = {
     "two states": (KVGroup(0, 16), KVGroup(1, 16, state="GDN"), KVGroup(2, 16, state="GDN")),
 }
 """KV groups of models."""
+
+
+def several_groups_served() -> bool:
+    """Return whether this vLLM serves models with several KV groups; 0.31 and older, used by `python -m tools.compat`, do not."""
+    return serves_several_groups(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
 
 
 @dataclass(slots=True)

@@ -17,18 +17,21 @@ with warnings.catch_warnings():
     import vllm.distributed.kv_transfer.kv_connector.v1.base
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.engine.core  # noqa: F401
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_async.integration import vllm as integration
     from lmcache_async.integration.vllm import worker
-    from lmcache_async.integration.vllm.versions import serves_several_groups
     from lmcache_async.logging import LimitedLogger
-    from tests.support.vllm_simulator import Simulators, Until, assert_nothing_is_held
+    from tests.support.vllm_simulator import (
+        Simulators,
+        Until,
+        assert_nothing_is_held,
+        several_groups_served,
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of several KV groups with vLLM 0.31 and older, which `python -m tools.compat` installs."""
-    if serves_several_groups(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])):
+    """Deselect tests of several KV groups if this vLLM does not serve them."""
+    if several_groups_served():
         return
     deselected = [item for item in items if item.get_closest_marker("kv_groups")]
     config.hook.pytest_deselected(items=deselected)
