@@ -363,18 +363,19 @@ class VLLMConfig(Section):
     """Longest wait of a request for chunks that another vLLM instance has promised to store, in seconds; 0 for no
     wait."""
     producer_loads: Flag = True
-    """Whether a vLLM with kv_role kv_producer loads hits, as with kv_both."""
+    """Whether a vLLM instance with kv_role kv_producer loads hits, as with kv_both."""
     consumer_stores: Flag = False
-    """Whether a vLLM with kv_role kv_consumer stores computed chunks."""
+    """Whether a vLLM instance with kv_role kv_consumer stores computed chunks."""
     kv_head_shards: OptionalCount = None
     """Number of shards of the KV heads over all tensor-parallel ranks, each stored as a separate record. Servers with the
     same number use each other's records, whatever their tensor-parallel size. It must be a multiple of the
     tensor-parallel size and divide the number of KV heads; none for one record per rank."""
     lookup_transport: Literal["auto", "unix", "tcp"] = "auto"
-    """How the scheduler reaches its workers for lookups: unix sockets, or TCP for workers on other hosts; auto
+    """How the scheduler reaches its workers for lookups: Unix sockets, or TCP for workers on other hosts; auto
     selects tcp if vLLM runs on several nodes or with Ray."""
     socket_dir: OptionalPath = None
-    """Directory of the sockets between scheduler and workers; none for a private temporary one."""
+    """Directory of the sockets between scheduler and workers; none for $XDG_RUNTIME_DIR or the directory for temporary
+    files. The sockets are in its private subdirectory lmcache-async-UID."""
     reset_cache: Literal["all", "memory", "new_namespace"] = "all"
     """Tiers that are cleared when vLLM resets its prefix cache: all, or memory only. new_namespace clears memory and
     uses another namespace from then on: other tiers keep their records, but this process does not find them."""

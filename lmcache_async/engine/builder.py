@@ -42,7 +42,7 @@ CHAIN_ENDS: dict[ChainName, tuple[type, type]] = {
     "store": (StoreRequest, BatchStored),
     "retrieve": (RetrieveRequest, RetrieveReport),
 }
-"""Types that the chains take and give."""
+"""Input and result type of each chain."""
 
 PRIORITIES = {"low": 0, "high": -1}
 """Priorities of CUDA streams. The streams of the model have 0."""

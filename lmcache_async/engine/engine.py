@@ -121,8 +121,8 @@ class CacheEngine:
             logger: Logger of the engine and its tiers.
             registry: Installed plug-ins.
             watcher: Receives the chunk events of all tiers.
-            memory_watcher: Receives the chunk events of tiers in the arena with a local index, so that it knows their
-                content; see `watched_memory`.
+            memory_watcher: Receives the chunk events of tiers in the arena with a local index. These events are complete;
+                see `watched_memory`.
             replica: Number of this data-parallel replica. Replicas have the same keys; each has its own
                 directories and its own port of the status page.
             more_groups: Further KV cache groups of the model; `layout` and `namespace` are those of the first one.
@@ -290,7 +290,10 @@ class CacheEngine:
         return MemoryLookups.of_stack(self._parts.stack) if self._parts.stack.tiers else None
 
     def watched_memory(self) -> str | None:
-        """Return the id of the fastest tier if `memory_watcher` knows its content and no layer changes its answers, else None."""
+        """Return the id of the fastest tier if `memory_watcher` receives all of its changes and no layer may change its answers.
+
+        None otherwise.
+        """
         tiers = self._parts.stack.tiers
         if tiers and tiers[0].tier.capabilities.local_index and tiers[0].tier.count_in_memory(()) is not None:
             return tiers[0].id
@@ -349,12 +352,12 @@ class CacheEngine:
             return report
 
     def report_stored(self, request_id: str, report: StoreReport) -> None:
-        """Count and log a store whose requests were not `reported`. Called on the thread of the event loop."""
+        """Count and log a store of requests with `reported=False`. Called on the thread of the event loop."""
         for instrument in self._instruments:
             instrument.stored(request_id, report)
 
     def report_retrieved(self, request_id: str, report: RetrieveReport) -> None:
-        """Count and log a retrieve whose requests were not `reported`. Called on the thread of the event loop."""
+        """Count and log a retrieve of requests with `reported=False`. Called on the thread of the event loop."""
         for instrument in self._instruments:
             instrument.retrieved(request_id, report)
 

@@ -105,7 +105,8 @@ class MemoryLookups:
         others_lack: Returns whether all other tiers report, without a query, that they lack a chunk.
 
     Attributes:
-        certain: Whether all tiers report, without a query, that they lack the first chunk that each lookup did not find.
+        certain: Whether every lookup so far was final: it found all keys, or all tiers report without a query that they do not
+            have the first key that it did not find.
     """
 
     def __init__(

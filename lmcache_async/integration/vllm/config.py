@@ -103,7 +103,7 @@ def layerwise_tokens(config: EngineConfig, vllm_config: Any, groups: KVGroups) -
     """Return the longest hit, in tokens, that is loaded by the step that uses it; 0 for none.
 
     After a failed load, vLLM computes from the first failed block on. It supports this only for models with one group,
-    and its model runner V2 computes from a wrong position (vLLM issue #49250). VLLM asks for failed blocks before the
+    and its model runner V2 computes from a wrong position (vLLM issue #49250). vLLM asks for failed blocks before the
     forward pass of a draft model, so the layers of the draft model have not waited for their part of the load yet. If
     steps overlap, the blocks of such a load are in vLLM's prefix cache before they are filled.
     """
@@ -144,7 +144,7 @@ def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:
 
 
 def roles_of(transfer: Any, config: EngineConfig) -> Roles:
-    """Roles of this vLLM, from its `kv_transfer_config`."""
+    """Roles of this vLLM instance, from its `kv_transfer_config`."""
     consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
     return Roles(
         loads=consumes or config.vllm.producer_loads,
@@ -342,7 +342,7 @@ def _rare_inputs(vllm_config: Any) -> Iterator[tuple[str, str]]:
     """Yield inputs of the KV that few models have. The namespaces of other models are the same as in version 0.1."""
     model, lora = vllm_config.model_config, vllm_config.lora_config
     if _has_long_rope(model.hf_config.to_dict()):
-        # VLLM chooses the short or the long factors by the longest request that it accepts.
+        # vLLM chooses the short or the long factors by the longest request that it accepts.
         yield "max_model_len", str(model.max_model_len)
     if (quantization := getattr(model, "quantization_config", None)) is not None:
         yield "quantization_config", _digest(quantization)
@@ -414,7 +414,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     described = f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))})"
     if not all(group.enable_kv_transfer for group in groups):
         return "vLLM does not allow the model's KV cache to be transferred"
-    # VLLM 0.31 and older look for a prefix in groups of all kinds.
+    # vLLM 0.31 and older look for a prefix in groups of all kinds.
     specs = [spec for spec in specs_of(kv_cache_config) if not getattr(spec, "prefix_cacheable", True)]
     if scratch := sorted(set(map(kind_of, specs))):
         return f"{described}, and vLLM keeps no prefix of {', '.join(scratch)}, which only the running request uses"

@@ -216,7 +216,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def clear_connector_metadata(self) -> None:
         """Start the stores at the end of a step without a forward pass. For other steps they are started already.
 
-        VLLM 0.30 calls wait_for_save only for a step with a forward pass.
+        vLLM 0.30 calls wait_for_save only for a step with a forward pass.
         """
         _guarded(self.worker, lambda side: side.start_stores(), None)
         super().clear_connector_metadata()
@@ -288,7 +288,7 @@ def _guarded(side: SideT | None, call: Callable[[SideT], T], otherwise: T) -> T:
 
 
 def _log_to_vllm() -> None:
-    """Send our log lines, with the product's name, to vLLM's handlers. VLLM configures only its own loggers."""
+    """Send our log lines, with the product's name, to vLLM's handlers. vLLM configures only its own loggers."""
     ours, theirs = logging.getLogger("lmcache_async"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.addHandler(NamedHandler(theirs))
@@ -299,7 +299,7 @@ def _log_to_vllm() -> None:
 def _configs_of_scheduler(own: Any) -> list[Any]:
     """Return the connector's `kv_transfer_config`, and those of the MultiConnectors that are creating it.
 
-    The scheduler reads the configuration of the outermost one. VLLM gives a child connector only a copy of its own
+    The scheduler reads the configuration of the outermost one. vLLM gives a child connector only a copy of its own
     configuration, and sets no current configuration while it creates the scheduler. Therefore the call stack is searched.
     """
     configs, frame = [own], inspect.currentframe()
@@ -328,7 +328,7 @@ def _recompute_failed_loads(kv_transfer_configs: Sequence[Any]) -> None:
 def _defer_frees(kv_transfer_configs: Sequence[Any]) -> None:
     """Set `kv_role` to `kv_both`, so that vLLM does not give blocks of a running step to a load.
 
-    VLLM's scheduler defers frees only for consumers, but a producer with this connector loads too. The scheduler reads
+    vLLM's scheduler defers frees only for consumers, but a producer with this connector loads too. The scheduler reads
     the role after it has created the connector.
     """
     changed = [each for each in kv_transfer_configs if not each.is_kv_consumer]

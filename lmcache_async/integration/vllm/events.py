@@ -28,7 +28,7 @@ MAX_EVENTS = 65536
 """Maximum number of events that wait for vLLM's next step. If there are more, the oldest are dropped."""
 MAX_CHANGES = 65536
 """Maximum number of chunks in host memory whose changes wait for vLLM's next step. If there are more, all are dropped, and
-the scheduler forgets what it knows."""
+the scheduler's view of the rank is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class MemoryView:
 
 
 _SOURCES = {Medium.MEMORY: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
-"""VLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
+"""vLLM has no kind for remote stores other than `EXTERNAL_UNSPECIFIED`."""
 
 
 def kv_events(events: Iterable[ChunkEvent], media: Mapping[str, Medium]) -> list[KVCacheEvent]:

@@ -265,7 +265,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Message from the worker connectors to the scheduler connector: progress of stores by job id, and the end of a step.
 
-    VLLM adds up the reports of all ranks of a step. The scheduler connector adds up those of all steps.
+    vLLM adds up the reports of all ranks of a step. The scheduler connector adds up those of all steps.
 
     Attributes:
         copied: Number of ranks (or shards of the KV heads) that no longer read the blocks of the store.

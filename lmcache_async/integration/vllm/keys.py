@@ -87,7 +87,7 @@ class RequestKeys:
         texts: Extra text of the full chunks that have one, by chunk index.
         tail: The partial end of the prompt, once the prompt is hashed; None if it has no whole block.
         failed: The tokens cannot be hashed; the request has no keys.
-        adapter_changed: The adapter had other weights before, of which vLLM's own prefix cache may still have KV.
+        adapter_changed: The adapter had other weights before, and vLLM's own prefix cache may still have KV of these.
     """
 
     request_id: str
@@ -388,7 +388,7 @@ class AdapterFingerprints:
     """Computes fingerprints of LoRA adapters from their files. Do not use it on the scheduler's thread.
 
     The same adapter has the same fingerprint on all machines, and a changed adapter has another one. A cryptographic hash
-    algorithm is set where hostile tenants may bring their own adapters, so every byte of the files is then hashed.
+    algorithm is configured if hostile tenants may provide adapters. Every byte of the files is then hashed.
     """
 
     def __init__(self, algorithm: str = "xxh3_128") -> None:

@@ -31,7 +31,7 @@ _MAX_RUN_STEPS = 8
 """Maximum number of steps in a run. A long prompt, or a queue of prompts, is split into several runs."""
 
 _MAX_IN_FLIGHT = 256
-"""Maximum number of steps whose end was not reported. VLLM plans at most one step more than the pipeline has stages."""
+"""Maximum number of steps whose end was not reported. vLLM plans at most one step more than the pipeline has stages."""
 
 NO_PREFIX = "no tier has a prefix of the prompt"
 LOCAL = "vLLM's own prefix cache has as many tokens of the prompt as the tiers"

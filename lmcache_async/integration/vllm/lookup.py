@@ -182,7 +182,7 @@ class PromiseCounts:
 
 
 class LookupClient:
-    """Looks requests up on all ranks.
+    """Looks up requests on all ranks, on a thread of its own.
 
     Args:
         addresses: Address of the lookup server of each rank; None if `set_addresses` sets it later.
@@ -1000,7 +1000,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class _LocalRank:
-    """Replaces `RankConnection` for a rank whose host memory is known in this process. `call` does not suspend."""
+    """Replaces `RankConnection` for a rank whose host memory can be looked up in this process. `call` does not suspend."""
 
     call: Callable[[Message], Coroutine[Any, Any, Message | None]]
 

@@ -4,7 +4,7 @@ A message is a 4-byte little-endian length and a msgpack map. The scheduler send
 The server answers with the same `id`, in any order. `unpin` has no answer. The server sends `goodbye` before it
 closes.
 
-Only processes of the same user can connect to a unix socket: it is in a directory of mode 0700, and the user of each
+Only processes of the same user can connect to a Unix socket: it is in a directory of mode 0700, and the user of each
 peer is checked. Over TCP both ends prove that they know the server's secret, which vLLM sends from the worker to the
 scheduler. The messages after that are neither encrypted nor signed. An invalid message, or a peer that does not read
 its answers, affects only its own connection.
@@ -76,7 +76,7 @@ class TCPAddress:
 
 
 Address: TypeAlias = Path | TCPAddress
-"""A unix socket, or host and port."""
+"""A Unix socket, or host and port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class Engine(Lookups, Protocol):
 
 
 class LookupServer:
-    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a unix socket or over TCP.
+    """Serves `hello`, `lookup`, `first`, `unpin` and `clear` on a Unix socket or over TCP.
 
     `address` is the path of the socket, or the host to listen on over TCP. `clear` is called with the new epoch and
     whether only memory is cleared. `memory` returns a lookup in host memory that any thread may use. `tcp_address` is

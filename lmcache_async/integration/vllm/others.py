@@ -118,7 +118,7 @@ class OtherLoads:
         self._evict_failed()
 
     def finished(self, request_id: str) -> None:
-        """Evict the blocks of a failed load and forget the request. VLLM frees its blocks after this call."""
+        """Evict the blocks of a failed load and forget the request. vLLM frees its blocks after this call."""
         self._evict_failed()
         self._failed.pop(request_id, None)
 

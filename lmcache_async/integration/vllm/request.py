@@ -32,10 +32,10 @@ _TAG_PREFIX = "lmcache.tag."  # LMCache's spelling of one tag as a key
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Roles of this vLLM, from its `kv_role` and the configuration.
+    """Roles of this vLLM instance, from its `kv_role` and the configuration.
 
     Attributes:
-        hands_over: Another vLLM continues every request.
+        hands_over: Another vLLM instance continues every request.
     """
 
     loads: bool = True
@@ -48,7 +48,7 @@ class RequestOptions:
     """Options in the `kv_transfer_params` of a request. Other keys are ignored.
 
     LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names. With `hand_over` another
-    vLLM continues the request and needs a promise. `promise` is the promise of a producer for this request.
+    vLLM instance continues the request and needs a promise. `promise` is the promise of a producer for this request.
     """
 
     load: bool = True
@@ -266,9 +266,9 @@ class RequestTracker:
 
     Attributes:
         stores: The request may still be stored.
-        hands_over: Another vLLM continues the request.
+        hands_over: Another vLLM instance continues the request.
         local_tokens: Leading tokens that vLLM found in its own prefix cache, in whole blocks.
-        is_loading: VLLM waits for a load.
+        is_loading: vLLM waits for a load.
         load_failed: A load failed since the current lookup, or another connector's since the last preemption.
     """
 
@@ -332,7 +332,7 @@ class RequestTracker:
     def computed_tokens(self) -> int:
         """Known tokens with KV after the planned steps; 0 before the first step after an admission.
 
-        VLLM counts the tokens of a load as computed from its start, also if another connector loads them.
+        vLLM counts the tokens of a load as computed from its start, also if another connector loads them.
         """
         return min(self._request.num_computed_tokens, self._request.num_tokens) if self._in_step else 0
 
@@ -388,7 +388,7 @@ class RequestTracker:
     def local_found(self, local_tokens: int) -> None:
         """Record that vLLM found `local_tokens` leading tokens in its own prefix cache.
 
-        VLLM looks for an admitted request again if it was preempted, or if a load failed, perhaps of another connector.
+        vLLM looks for an admitted request again if it was preempted, or if a load failed, perhaps of another connector.
         After a failed load it still reserves the request's blocks, so that a second load might wait for ever.
         """
         self.local_tokens = local_tokens
@@ -688,7 +688,7 @@ class RequestTracker:
             cursor.lost_chunk = first if cursor.lost_chunk is None else min(first, cursor.lost_chunk)
 
     def promise(self, wait_s: float) -> Promise | None:
-        """Return the promise for the vLLM that continues this request, after its last stores were planned.
+        """Return the promise for the vLLM instance that continues this request, after its last stores were planned.
 
         The stores end within `wait_s` seconds. None if nothing is handed over or the chunks have no keys.
         """
@@ -721,7 +721,7 @@ class RequestTracker:
     @property
     def _may_store_now(self) -> bool:
         keys = self.keys
-        # VLLM does not invalidate its own prefix cache when it loads an adapter again. Without keys this is not known yet.
+        # vLLM does not invalidate its own prefix cache when it loads an adapter again. Without keys this is not known yet.
         stale = keys.adapter_changed or (keys.adapter is not None and not keys.opened)
         return self.stores and not self.is_loading and not keys.failed and not (stale and self.local_tokens)
 

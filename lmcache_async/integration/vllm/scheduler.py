@@ -265,7 +265,7 @@ class StoreQueue:
             start = group.first_needed(boundary) // group.block_size
             stop = boundary // group.block_size
             if group.state:
-                # VLLM may have freed the block after the offer, and given it to another request or to this one again.
+                # vLLM may have freed the block after the offer, and given it to another request or to this one again.
                 offered = states.get(group.index)
                 table = blocks[group.index]
                 needed.append(
@@ -572,7 +572,7 @@ class SchedulerConnector:
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """get_num_new_matched_tokens: return the number of external tokens, and whether they are loaded asynchronously.
 
-        The number is None if vLLM has to ask again. VLLM may call this any number of times for one request.
+        The number is None if vLLM has to ask again. vLLM may call this any number of times for one request.
         """
         tracker = self._tracker(request)
         tracker.local_found(local_tokens)
@@ -690,7 +690,7 @@ class SchedulerConnector:
     def finished(self, request: Any) -> Promise | None:
         """request_finished: plan the last stores. After this call vLLM frees the request's blocks that are not pinned.
 
-        Return the promise for the vLLM that continues the request; None if nothing is promised.
+        Return the promise for the vLLM instance that continues the request; None if nothing is promised.
         """
         self._deliver_answers()
         if self._others is not None:
@@ -851,7 +851,7 @@ class SchedulerConnector:
         return True
 
     def _ask_for_peeked(self) -> None:
-        """Look up the peeked requests that this step did not admit, because their chunks may be evicted before the next."""
+        """Send lookups of the peeked requests that this step did not admit: their chunks may be evicted before the next step."""
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         for tracker in list(self._peeked.values()):
             self._ask(tracker)
@@ -911,7 +911,7 @@ class SchedulerConnector:
             )
 
     def _request_failed(self, request_id: str) -> None:
-        """A load failed in some KV group, so vLLM computes all tokens of the request."""
+        """Record that a load failed in some KV group. vLLM computes all tokens of the request."""
         load = self._loads.get(request_id)
         if load is None:
             return
@@ -921,7 +921,7 @@ class SchedulerConnector:
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
 
     def _forget_memory(self) -> None:
-        """Look up all requests in the workers until they report new chunks."""
+        """Empty the views of host memory. Requests are looked up in the workers until these report new chunks."""
         for view in self._views:
             view.clear()
 

@@ -34,7 +34,7 @@ else:
 def serves_several_groups(kv_cache_config: Any) -> bool:
     """Return whether this vLLM accepts failed loads by request and announces the alignment of hits of several KV groups.
 
-    VLLM 0.32 and newer do. Older versions accept failures by block, which is ambiguous with several groups, or do not
+    vLLM 0.32 and newer do. Older versions accept failures by block, which is ambiguous with several groups, or do not
     announce the alignment.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -690,7 +690,7 @@ class RankEngine:
 
     @property
     def tcp_address(self) -> TCPAddress | None:
-        """Address of the lookup server over TCP; None if it listens on a unix socket, or is not open."""
+        """Address of the lookup server over TCP; None if it listens on a Unix socket, or is not open."""
         return self.server.tcp_address if self.server is not None else None
 
     def take_stats(self) -> Samples:
@@ -774,8 +774,8 @@ class WorkerConnector:
     """The connector in a vLLM worker process.
 
     A rank has one engine, or one for each shard of its KV heads. Each engine has its own
-    lookup server and records, like a rank of a vLLM with as many ranks as shards. A load has ended when it has ended in
-    all engines.
+    lookup server and records, like a rank of a vLLM instance with as many ranks as shards. A load has ended when it
+    has ended in all engines.
     """
 
     def __init__(self, engines: Sequence[RankEngine]) -> None:
