@@ -1,4 +1,4 @@
-"""OpenAI-compatible proxy for disaggregated prefill and decode, in front of vLLMs that share a cache.
+"""OpenAI-compatible proxy for disaggregated prefill and decode, in front of vLLM instances that share a cache.
 
 A request goes to a prefiller, which computes the prompt and one token. Then it goes, with the `kv_transfer_params` of the
 prefiller's response, to a decoder, whose response is returned to the client. Needs aiohttp, which vLLM installs.
@@ -40,7 +40,7 @@ _RESPONSE_OPTIONS = (
 
 
 class Pool:
-    """vLLMs of one kind, used in turn."""
+    """vLLM instances of one kind, used in turn."""
 
     def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._urls = [url.rstrip("/") for url in urls]
@@ -197,7 +197,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prefill in some vLLMs, decode in others.")
+    parser = argparse.ArgumentParser(description="Prefill in some vLLM instances, decode in others.")
     parser.add_argument("--prefill", action="append", required=True, metavar="URL", help="may be repeated")
     parser.add_argument("--decode", action="append", required=True, metavar="URL", help="may be repeated")
     parser.add_argument("--host", default="127.0.0.1")

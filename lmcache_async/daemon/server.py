@@ -1,4 +1,4 @@
-"""The daemon: shared memory, the pool of records in it, and the unix socket for clients."""
+"""The daemon: shared memory, the pool of records in it, and the Unix socket for clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CLOSE_S = 5.0
 
 
 class Daemon:
-    """One pool, served on a unix socket. Used on one loop; open it as an async context."""
+    """One pool, served on a Unix socket. Used on one loop; open it as an async context."""
 
     pool: Pool
     status_url: str | None = None
