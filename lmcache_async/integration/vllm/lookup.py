@@ -300,7 +300,6 @@ class LookupClient:
             return None
         if keys.adapter is not None:  # its files may have to be read
             return None
-        keys.requested = num_tokens
         lookup = self._new_lookup(keys, num_tokens)
         try:
             self._open(keys, identities)
@@ -310,6 +309,7 @@ class LookupClient:
             return None
         if found is None:
             return None
+        keys.requested = num_tokens
         return lookup, AnsweredLookup(
             keys.request_id, lookup.lookup_id, found, lookup.asked_at, lookup.asked_at
         )

@@ -668,6 +668,22 @@ def test_a_request_that_a_rank_lacks_in_memory_is_queried(ranks: Ranks, rank: in
     assert ranks.wait(lookup).chunks == (3 if lacks == "last" else 0)
 
 
+def test_a_request_whose_query_finds_no_connection_can_be_hashed_later(ranks: Ranks, until):
+    """The connection is lost between the lookup in memory and the query."""
+    tokens = list(range(4 * CHUNK))
+    keys = RequestKeys("r", tokens, len(tokens))
+    ranks.client.set_memories(in_memory(*ranks.engines))
+    assert ranks.client.peek(keys, len(tokens)) is None
+    ranks.client._connected = False
+    ranks.client.ask(keys, len(tokens))
+    ranks.client._connected = True
+
+    assert keys.requested < len(tokens)  # so that the plan of the stores requests them
+    ranks.client.hash(keys, len(tokens))
+
+    until(lambda: keys.num_hashed == len(tokens))
+
+
 @pytest.mark.parametrize(
     ("groups", "partial_chunks", "answer", "kept"),
     [
