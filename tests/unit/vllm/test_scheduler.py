@@ -26,7 +26,7 @@ from lmcache_async.integration.vllm.jobs import SKIP, Job, StepMetadata, WorkerR
 from lmcache_async.integration.vllm.keys import Promise, RequestKeys
 from lmcache_async.integration.vllm.load_policy import MIN_RUNS
 from lmcache_async.integration.vllm.lookup import MISS, Answer, AnsweredLookup, Lookup, PromiseCounts
-from lmcache_async.integration.vllm.lookup_server import Identity
+from lmcache_async.integration.vllm.lookup_server import Identity, unpack_keys
 from lmcache_async.integration.vllm.others import WAIT_S
 from lmcache_async.integration.vllm.request import MAX_JOB_CHUNKS, RequestTracker, Roles
 from lmcache_async.integration.vllm.scheduler import (
@@ -285,24 +285,42 @@ def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
     assert bench.scheduler.match(request, 0) == (8, True)
 
 
-@pytest.mark.parametrize("end", ["reset", "failed load"])
-def test_what_ranks_report_of_host_memory_is_known_until_it_is_doubtful(end: str):
+def known(bench: Bench, keys: bytes) -> list[int]:
+    """The number of leading keys that are known to be in host memory, by rank."""
+    made = [memory() for memory in bench.client.memories]
+    return [0 if each is None else each._count(unpack_keys(keys)) for each in made]
+
+
+def test_what_ranks_report_of_host_memory_is_known_until_a_reset():
     bench, key = Bench(), b"k" * 16
     bench.report(memory={0: MemoryChange("cpu", key, b""), 1: MemoryChange("cpu", 2 * key, b"")})
-    known = [memory() for memory in bench.client.memories]
-    assert [memory is not None for memory in known] == [True] * RANKS
-    request = bench.request(20, answer=hit(2))
-    bench.scheduler.match(request, 0)
-    bench.allocate(request, 16, 16)
+    assert known(bench, key) == [1] * RANKS
 
-    if end == "reset":
-        bench.scheduler.reset()
-    else:
-        bench.report(bad={bench.blocks_of(request, 16)[0].block_id})
+    bench.scheduler.reset()
 
     assert [memory() for memory in bench.client.memories] == [None] * RANKS
     bench.report(memory={1: MemoryChange("cpu", key, b"")})
-    assert [memory() is not None for memory in bench.client.memories] == [False, True]
+    assert known(bench, key) == [0, 1]
+
+
+@pytest.mark.parametrize("by", ["block", "request"])
+def test_after_a_failed_load_its_chunks_are_doubtful_and_no_others(by: str):
+    bench, other = Bench(), b"k" * 16
+    request = bench.request(20, answer=hit(2))
+    packed = tracker(bench, request).keys.packed_keys(0, 2)
+    bench.report(memory={rank: MemoryChange("cpu", own + other, b"") for rank, own in enumerate(packed)})
+    bench.scheduler.match(request, 0)
+    bench.allocate(request, 16, 16)
+
+    if by == "block":
+        bench.report(bad={bench.blocks_of(request, 16)[CHUNK // BLOCK].block_id})
+    else:
+        bench.scheduler._request_failed(request.request_id)
+
+    for rank, own in enumerate(packed):
+        assert known(bench, own)[rank] == (1 if by == "block" else 0)
+        assert known(bench, own[16:])[rank] == 0
+    assert known(bench, other) == [1] * RANKS
 
 
 def test_beside_other_connectors_nothing_is_known_of_host_memory():

@@ -485,6 +485,34 @@ def test_a_hit_in_host_memory_needs_no_step_for_the_lookup(
     assert found == any(group.is_full for group in MODELS[model])
 
 
+@pytest.mark.parametrize("model", ["full", pytest.param("window", marks=pytest.mark.kv_groups)])
+def test_after_a_failed_load_hits_of_other_prompts_need_no_step_for_the_lookup(
+    simulators: Simulators, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Their chunks stay in host memory, so no later report contains them."""
+    sim, tokens = simulators.stored(groups=MODELS[model], ranks=2)
+    others = prompt(300, seed=5)
+    for name, asked in (("others", others), ("short", prompt(40, seed=1))):
+        sim.add(name, asked)
+        simulators.settle(sim)
+    loads, failed = (
+        scheduler_of(sim).metrics.counter(name) for name in ("loads_total", "failed_loads_total")
+    )
+
+    async def fail(request: Any) -> RetrieveReport:
+        return RetrieveReport(cause="a disk error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_of(sim.ranks[1]), "retrieve_chunks", fail)
+        sim.add("fails", others)
+        simulators.settle(sim)
+    before = loads.value
+    sim.add("warm", tokens)
+    sim.step()
+
+    assert (failed.value, loads.value) == (1, before + 1)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", MODEL_NAMES)
 def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(
