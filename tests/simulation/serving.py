@@ -83,6 +83,7 @@ async def _open_rank(
             more_groups=groups[1:],
             instrument=Instrument(),
             registry=registry,
+            memory_watcher=side._memory,
         )
     )
     server = side.attach(engine, _Steps(loop), *groups)
