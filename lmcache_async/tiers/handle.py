@@ -215,7 +215,7 @@ class TierHandle:
             memory_watcher = None
         self._watchers = [each for each in (watcher, memory_watcher) if each is not None]
         if self._watchers:
-            tier.on_evicted = self._publish_removed
+            tier.on_evicted = self._evicted
         self._timeout_s = timeout_s
         self._open_timeout_s = open_timeout_s
         self._close_timeout_s = timeout_s if close_timeout_s is None else min(timeout_s, close_timeout_s)
@@ -577,6 +577,13 @@ class TierHandle:
             for watcher in self._watchers if stored else ():
                 watcher.stored(self.name, stored)
         return results
+
+    def _evicted(self, keys: Sequence[object]) -> None:
+        """Publish what the tier, which is third-party code, says it has evicted."""
+        valid = [ChunkKey(key) for key in keys if isinstance(key, bytes) and len(key) == KEY_BYTES]
+        if len(valid) < len(keys):
+            self._report("on_evicted", f"on_evicted was called with values that are not {KEY_BYTES} bytes")
+        self._publish_removed(valid)
 
     def _publish_removed(self, keys: Sequence[ChunkKey]) -> None:
         if self._watchers and keys:

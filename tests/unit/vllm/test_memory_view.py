@@ -9,10 +9,13 @@ import pytest
 
 from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.integration.vllm import events as events_module
-from lmcache_async.integration.vllm.events import ChunkEvents, MemoryChanges, MemoryView
+from lmcache_async.integration.vllm.events import ChunkEvents, MemoryChange, MemoryChanges, MemoryView
+from lmcache_async.testing.fakes import DictTier
 from lmcache_async.testing.records import key_of
 from lmcache_async.testing.rig import Rig
+from lmcache_async.tiers.base import Capabilities
 from lmcache_async.types import ChunkKey
+from tests.support.tiers import handle_of
 from tests.unit.test_chunk_events import SLOTS, TOKENS, held
 from tests.unit.test_lookups import Made
 
@@ -94,6 +97,25 @@ def test_changes_of_other_tiers_are_not_collected():
     changes.stored("disk", [key_of(1)])
 
     assert changes.take() is None
+
+
+def test_a_tier_that_evicts_what_is_no_key_does_not_end_the_worker(caplog: pytest.LogCaptureFixture):
+    """The model's thread packs the keys, and vLLM catches no error there."""
+
+    class InArena(DictTier):
+        @property
+        def capabilities(self) -> Capabilities:
+            return Capabilities(in_arena=True, local_index=True)
+
+    changes, tier, key = MemoryChanges(), InArena(), key_of(1)
+    changes.tier = "t"
+    handle_of(tier, memory_watcher=changes)
+    assert tier.on_evicted is not None
+
+    tier.on_evicted([key.hex(), key, key[:15], None])
+
+    assert changes.take() == MemoryChange("t", b"", key)
+    assert "on_evicted" in caplog.text
 
 
 async def test_if_no_step_takes_the_changes_the_view_forgets_all(monkeypatch: pytest.MonkeyPatch):
