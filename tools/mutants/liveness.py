@@ -213,6 +213,13 @@ WAITS = (
         ("tests/unit/vllm/test_scheduler.py",),
     ),
     Mutation(
+        "the scheduler keeps keys of host memory after their load failed",
+        "lmcache_async/integration/vllm/events.py",
+        "self._keys.difference_update(unpack_keys(keys))",
+        "pass",
+        ("tests/unit/vllm/test_scheduler.py",),
+    ),
+    Mutation(
         "a store reserves memory before its fence is reached",
         "lmcache_async/engine/builder.py",
         "        await _wait_fence(copier, batch, timeout_s)\n        if num_chunks",
