@@ -579,7 +579,7 @@ class TierHandle:
         return results
 
     def _evicted(self, keys: Sequence[object]) -> None:
-        """Publish what the tier, which is third-party code, says it has evicted."""
+        """Publish the keys that the tier reports as evicted. Drop other values, which third-party code may pass."""
         valid = [ChunkKey(key) for key in keys if isinstance(key, bytes) and len(key) == KEY_BYTES]
         if len(valid) < len(keys):
             self._report("on_evicted", f"on_evicted was called with values that are not {KEY_BYTES} bytes")
