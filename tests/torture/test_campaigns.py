@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from lmcache_async.memory.buffer import Buffer
 from lmcache_async.stages.verify import VerifyStage
+from tests.integration.vllm_answers import Answer, Question
+from tests.integration.vllm_driver import Reference
 from tests.simulation.base import SimulationReport
 from tests.simulation.world import simulate as run_simulation
 from tests.support import forked_python
 from tools.torture import __main__ as main
-from tools.torture import churn, flips, fuzz, kill, simulate
+from tools.torture import churn, flips, fuzz, kill, simulate, traffic
 from tools.torture.options import Options
 from tools.torture.outcome import Outcome
 from tools.torture.trend import Sample, trend
@@ -159,6 +162,55 @@ def test_a_violation_is_reported_with_the_command_that_replays_it(monkeypatch):
     assert outcome.problems == [
         "a wrong byte; replay: python -m tools.simulate --seed 3 --steps 1 --faults some"
     ]
+
+
+class FakeVLLM:
+    """Replaces a vLLM of `traffic`. A vLLM with `held` blocks does not free them; with `wrong`, answers have other tokens."""
+
+    def __init__(self, *, held: int = 0, wrong: bool = False) -> None:
+        self.calls: set[str] = set()
+        self._held = held
+        self._token = 4 if wrong else 3
+
+    def add(self, question: Question) -> list[str]:
+        self.calls.add("add")
+        return [f"q{len(question.prompt)}"]
+
+    def ask(self, question: Question) -> Answer:
+        return self.take("")
+
+    def take(self, name: str) -> Answer:
+        best = {"3": -0.1, "4": -0.2, "5": -1.0, "6": -2.0, "7": -3.0}
+        return Answer(64, "length", [self._token], [best], 0.0)
+
+    def settle(self) -> None:
+        self.calls.add("settle")
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        self.calls.add(name)
+        return (40 - self._held, 40) if name == "free_blocks" else True
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (FakeVLLM(), ""),
+        (FakeVLLM(held=2), "2 blocks are held"),
+        (FakeVLLM(wrong=True), "log-probabilities are inf apart"),
+    ],
+    ids=["nothing", "blocks", "answers"],
+)
+def test_wrong_answers_and_held_blocks_are_reported(engine, expected):
+    outcome = Outcome("traffic")
+    tested = traffic.Traffic(engine, Reference(FakeVLLM()), random.Random(3), outcome, name="llama")
+
+    for _ in range(40):
+        tested.round()
+
+    assert engine.calls >= {"add", "abort", "reset", "step", "run", "settle", "free_blocks"}
+    assert outcome.counts["requests"] > 100
+    assert bool(outcome.problems) == bool(expected)
+    assert all(expected in problem for problem in outcome.problems)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.torture import churn, flips, fuzz, hosts, kill, simulate, vllm
+from tools.torture import churn, flips, fuzz, hosts, kill, simulate, traffic, vllm
 from tools.torture.options import Options, parse
 from tools.torture.outcome import Outcome
 
@@ -22,6 +22,7 @@ CAMPAIGNS: Mapping[str, Callable[[Options], Outcome]] = {
     "fuzz": lambda o: fuzz.run(seconds=o.seconds or o.fuzz_seconds),
     "hosts": lambda o: hosts.run(seconds=o.seconds, seed=o.seed),
     "vllm": lambda o: vllm.run(questions=o.questions, seconds=o.seconds, seed=o.seed),
+    "traffic": lambda o: traffic.run(requests=o.requests, seconds=o.seconds, seed=o.seed),
     "churn": lambda o: churn.run(operations=o.operations, seconds=o.seconds or o.churn_seconds, seed=o.seed),
 }
 

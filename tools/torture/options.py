@@ -21,6 +21,7 @@ class Options:
         simulated: Operations of the simulation.
         fuzz_seconds: Duration of the fuzzing, shared by its tests.
         questions: Requests to a vLLM with a faulty disk.
+        requests: Requests of random traffic to vLLMs with small caches.
     """
 
     seed: int
@@ -32,6 +33,7 @@ class Options:
     simulated: int = 20_000
     fuzz_seconds: float = 60.0
     questions: int = 24
+    requests: int = 240
 
 
 LONG = {
@@ -42,6 +44,7 @@ LONG = {
     "simulated": 1_000_000,
     "fuzz_seconds": 1800.0,
     "questions": 200,
+    "requests": 6_000,
 }
 """Lengths before a release: more than an hour on two cores."""
 
