@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import operator
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -542,41 +541,50 @@ class TierHandle:
     async def _remove(self, keys: Sequence[ChunkKey], remove: Callable[[], Awaitable[object]]) -> object:
         """Remove chunks and publish the removal.
 
-        If the call fails or is cancelled, chunks that a tier with a `local_index` still has are not published.
+        Chunks that a tier with a `local_index` has afterwards are not published: the call failed or was cancelled, or they
+        were stored again.
         """
         try:
             return await remove()
-        except BaseException:
-            if self.capabilities.local_index:
-                keys = [key for key in keys if not await self._tier.contains(key)]
-            raise
         finally:
+            if self._watchers and self.capabilities.local_index:
+                found = set(await self._find(keys))
+                keys = [key for key in keys if key not in found]
             self._publish_removed(keys)
 
     async def _publish_stored(self, call: Call, run: Callable[[], Coroutine[Any, Any, Results]]) -> Results:
         """Carry out a write and publish the stored chunks, without those that the tier has removed meanwhile.
 
-        If the write fails or is cancelled, the chunks that a tier with a `local_index` has are published.
+        A tier with a `local_index` is asked whether it has the chunks that were removed meanwhile, because a chunk may have
+        been removed before it was stored. If the write fails or is cancelled, it is asked for all chunks.
         """
         write, removed = object(), set[ChunkKey]()  # a layer may carry out a call several times at once
         self._writes[write] = removed
         stored: list[ChunkKey] = []
+        unclear = [key for key, _ in call.items]
         try:
-            results = await run()
-            stored = [key for (key, _), error in zip(call.items, results, strict=True) if error is None]
-        except BaseException:
-            if self.capabilities.local_index:
-                with contextlib.suppress(TierError):
-                    for key, _ in call.items:
-                        if await self._guarded("contains", partial(self._tier.contains, key)):
-                            stored.append(key)
-            raise
+            try:
+                results = await run()
+                stored = [key for (key, _), error in zip(call.items, results, strict=True) if error is None]
+                unclear = [key for key in stored if key in removed]
+            finally:
+                if unclear and self.capabilities.local_index:
+                    stored = [key for key in stored if key not in removed]
+                    removed.clear()
+                    stored += await self._find(unclear)
         finally:
             del self._writes[write]
             stored = [key for key in stored if key not in removed]
             for watcher in self._watchers if stored else ():
                 watcher.stored(self.name, stored)
         return results
+
+    async def _find(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Return the keys that a tier with a `local_index` has now; none of them if a lookup fails."""
+        try:
+            return [key for key in keys if await self._guarded("contains", partial(self._tier.contains, key))]
+        except TierError:
+            return []
 
     def _evicted(self, keys: Sequence[object]) -> None:
         """Publish the keys that the tier reports as evicted. Drop other values, which third-party code may pass."""

@@ -19,7 +19,7 @@ from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.middleware.base import Layer, LayerConfig
 from tests.support.gates import Gate
 from tests.support.tiers import altered, handle_of, raises, registry_of
-from tests.tiers.disk_tools import RECORD_BYTES
+from tests.tiers.disk_tools import RECORD_BYTES, path_of
 from tests.tiers.layered import context, in_virtual_time
 
 TOKENS = list(range(100, 140))  # 40 tokens: 5 chunks of 8
@@ -209,6 +209,45 @@ async def test_a_record_that_its_own_batch_evicts_is_removed(tmp_path):
 
         assert tier.statistics().evictions
         assert watcher.has["t"] == {key async for key in handle.keys()}  # noqa: SIM118 - a tier's
+    arena.close()
+
+
+async def test_a_chunk_that_is_stored_again_while_the_tier_is_cleared_is_stored():
+    begun, ends = asyncio.Event(), asyncio.Event()
+
+    class Tier(DictTier):
+        capabilities = Capabilities(removes=True, lists=True, local_index=True)
+
+        async def remove(self, key):
+            if key == key_of(2):
+                begun.set()
+                await ends.wait()
+            return await super().remove(key)
+
+    watcher, arena = Watching(), small_arena(8)
+    async with handle_of(Tier(), watcher=watcher) as handle:
+        with record(arena, 1) as first, record(arena, 2) as second:
+            await handle.put([(key_of(1), first), (key_of(2), second)])
+            clearing = asyncio.ensure_future(handle.clear())
+            await begun.wait()
+            await handle.put([(key_of(1), first)])
+            ends.set()
+            await clearing
+
+        assert watcher.has["t"] == {key_of(1)}
+    arena.close()
+
+
+async def test_a_record_that_is_removed_and_written_again_by_one_call_is_stored(tmp_path):
+    watcher, arena = Watching(), small_arena(8)
+    config = DiskConfig(path=tmp_path, max_bytes="1MiB")
+    async with handle_of(DiskTier(config), watcher=watcher) as handle:
+        with record(arena, 1) as buffer:
+            await handle.put([(key_of(1), buffer)])
+            path_of(config, 1).unlink()
+
+            assert await handle.put([(key_of(1), buffer)]) == [None]
+        assert watcher.has["t"] == {key_of(1)}
     arena.close()
 
 
