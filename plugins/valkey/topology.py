@@ -199,6 +199,13 @@ def _redirected_too_often() -> TierError:
     return TierUnavailableError(f"the cluster redirected the command {MAX_REDIRECTS} times")
 
 
+def _none_answers(what: str, failures: Sequence[TierError]) -> TierError:
+    """Return the error if every server has failed. A refused login is an error of the configuration."""
+    is_refused = any(isinstance(error, RefusedLoginError) for error in failures)
+    kind = RefusedLoginError if is_refused else TierUnavailableError
+    return kind(f"{what}: {'; '.join(map(str, failures))}")
+
+
 async def _scan_step(node: Node, cursor: bytes, prefix: bytes) -> tuple[bytes, list[ChunkKey]]:
     pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", prefix) + b"*"
     command = encode(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)
@@ -254,20 +261,20 @@ class SentinelServer(Topology):
             return self._master
 
     async def _ask_all(self) -> Endpoint:
-        reasons: list[str] = []
+        failures: list[TierError] = []
         for sentinel in tuple(self._sentinels):
             try:
                 return await self._ask(sentinel)
             except RefusedLoginError as error:
                 message = str(error).replace("username", "sentinel_username")
-                reasons.append(message.replace("password_", "sentinel_password_"))
+                failures.append(RefusedLoginError(message.replace("password_", "sentinel_password_")))
             except TierClosedError:
                 raise
             except TierError as error:
-                reasons.append(str(error))
+                failures.append(error)
             self._sentinels.remove(sentinel)
             self._sentinels.append(sentinel)
-        raise TierUnavailableError(f"no sentinel reports the master {self._service!r}: {'; '.join(reasons)}")
+        raise _none_answers(f"no sentinel reports the master {self._service!r}", failures)
 
     async def _ask(self, sentinel: Node) -> Endpoint:
         command = encode(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
@@ -376,7 +383,7 @@ class Cluster(Topology):
             async with self._find_deadline("the cluster", "table of slots"), self._refreshing:
                 if self._table is None or is_due:
                     return await self._refresh()
-        except TierUnavailableError:
+        except TierError:
             if self._table is None:
                 raise
         return self._table
@@ -384,7 +391,7 @@ class Cluster(Topology):
     async def _refresh(self) -> list[Endpoint | None]:
         """Request the table. While slots are missing, request it from further nodes: a removed node sends an empty table."""
         self._refreshed = asyncio.get_running_loop().time()
-        reasons: list[str] = []
+        failures: list[TierError] = []
         tables: list[list[Endpoint | None]] = []
         nodes = [self.node(endpoint) for endpoint in dict.fromkeys([*self._nodes, *self._endpoints])]
         for node in sorted(nodes, key=lambda node: node.suspended):
@@ -394,14 +401,14 @@ class Cluster(Topology):
                     raise refusal(node.where, reply)
                 tables.append(parse_slots(reply, node.endpoint))
             except ValueError as error:
-                reasons.append(f"{node.where}: {error}")
+                failures.append(TierError(f"{node.where}: {error}"))
             except TierError as error:
-                reasons.append(str(error))
+                failures.append(error)
             else:
                 if None not in tables[-1]:
                     break
         if not tables:
-            raise TierUnavailableError(f"no node sends the slots of the cluster: {'; '.join(reasons)}")
+            raise _none_answers("no node sends the slots of the cluster", failures)
         self._table, self._stale = min(tables, key=lambda table: table.count(None)), False
         self.keep({endpoint for endpoint in dict.fromkeys(self._table) if endpoint is not None})
         return self._table

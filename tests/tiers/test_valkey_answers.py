@@ -100,6 +100,21 @@ async def test_a_wrong_password_stops_the_start_and_is_not_shown(
     assert SECRET not in chain + caplog.text
 
 
+async def test_a_wrong_password_for_a_cluster_stops_the_start():
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--requirepass", SECRET)
+    with running(*options) as node:
+        tier = ValkeyTier(config(f"{node.tcp_url},127.0.0.1:{free_port()}", mode="cluster"))
+        with pytest.raises(ConfigError, match=r"NOAUTH.*set username and password_file"):
+            await tier.__aenter__()
+
+
+async def test_a_wrong_password_for_the_sentinels_stops_the_start(server):
+    with running("--sentinel", "--requirepass", SECRET, config="port 0\n") as sentinel:
+        tier = ValkeyTier(config(f"valkey-sentinel://127.0.0.1:{sentinel.port}"))
+        with pytest.raises(ConfigError, match=r"NOAUTH.*set sentinel_username and sentinel_password_file"):
+            await tier.__aenter__()
+
+
 async def test_a_database_that_does_not_exist_stops_the_start(server):
     with pytest.raises(
         ConfigError, match=r"DB index is out of range'; check the number of the database in url"
