@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -64,8 +65,11 @@ class DiskRecords(OfflineStore):
         self._root = config.root
         self._options = options
         self._max_bytes = config.max_bytes
-        self._sizes: dict[ChunkKey, int] | None = None
-        self._used_bytes = 0
+        self._sizes: dict[ChunkKey, int] | None = (
+            None  # of the records, also those being written; None until needed
+        )
+        self._used_bytes = 0  # sum of `_sizes`
+        self._sizes_lock = asyncio.Lock()  # held while the directory is listed for `_sizes`, and by deletions
         self._directory = RecordDirectory(config.root)
         self._direct_files = RecordFiles(self._directory, direct=True, fsync=True)  # for reading
         # Writes go through the page cache and are synced. Direct I/O would need a trial, which writes a file.
@@ -78,10 +82,7 @@ class DiskRecords(OfflineStore):
             self._scratch.put(memoryview(mmap.mmap(-1, PIECE_BYTES)))  # aligned
 
     async def list(self) -> Sequence[StoredRecord]:
-        found = await self._run(lambda: list(self._directory.scan()))
-        self._sizes = {each.key: each.nbytes for each in found}
-        self._used_bytes = sum(self._sizes.values())
-        return found
+        return await self._run(lambda: list(self._directory.scan()))
 
     async def examine(self, record: StoredRecord, visit: Visit[T], *, header_only: bool = False) -> T | None:
         return await self._run(self._examine, record.key, visit, header_only)
@@ -120,24 +121,26 @@ class DiskRecords(OfflineStore):
     async def write(self, key: ChunkKey, record: Buffer, used_ns: int) -> None:
         sizes = await self._known_sizes()
         view = record.padded_view
-        more_bytes = len(view) - sizes.get(key, 0)  # than the record that it replaces
-        if self._used_bytes + more_bytes > self._max_bytes:
+        replaced_bytes = sizes.get(key, 0)
+        if self._used_bytes + len(view) - replaced_bytes > self._max_bytes:
             raise TierFullError(f"{self.name} has {self._used_bytes} bytes of {self._max_bytes}")
-        self._used_bytes += more_bytes  # before the first await: other records are being written
+        self._set_size(key, len(view))  # before the first await: other records are being written
         try:
             await self._run(self._write, key, view, min(max(used_ns, 0), time.time_ns()))
-        except BaseException:
-            self._used_bytes -= more_bytes
+        except TierError:  # not after a cancellation: the record may be written
+            self._set_size(key, replaced_bytes)
             raise
-        sizes[key] = len(view)
 
     async def remove(self, keys: Sequence[ChunkKey]) -> None:
-        self._sizes = None  # listed again before the next write
-        await self._run(self._unlink, [self._directory.record_name(key) for key in keys])
+        async with self._sizes_lock:
+            await self._run(self._unlink, [self._directory.record_name(key) for key in keys])
+            for key in keys:
+                self._set_size(key, 0)
 
     async def quarantine(self, key: ChunkKey, cause: str) -> None:
-        self._sizes = None
-        await self._run(self._files.quarantine, key, cause)
+        async with self._sizes_lock:
+            await self._run(self._files.quarantine, key, cause)
+            self._set_size(key, 0)
         self._changed |= {str(Path(self._directory.record_name(key)).parent), QUARANTINE_FOLDER}
 
     async def leftovers(self) -> tuple[Sequence[LeftoverFile], Sequence[LeftoverFile]]:
@@ -174,10 +177,19 @@ class DiskRecords(OfflineStore):
             self._arena.close()
 
     async def _known_sizes(self) -> dict[ChunkKey, int]:
+        async with self._sizes_lock:
+            if self._sizes is None:
+                self._sizes = {each.key: each.nbytes for each in await self.list()}
+                self._used_bytes = sum(self._sizes.values())
+            return self._sizes
+
+    def _set_size(self, key: ChunkKey, nbytes: int) -> None:
+        """Note the size of a record that is written, or with 0 that it does not exist."""
         if self._sizes is None:
-            await self.list()
-        assert self._sizes is not None
-        return self._sizes
+            return
+        self._used_bytes += nbytes - self._sizes.pop(key, 0)
+        if nbytes:
+            self._sizes[key] = nbytes
 
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
         """Call a function in a thread. An OSError of it is raised as a TierError."""

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_async.cli import output, records
-from lmcache_async.errors import TierUnavailableError
+from lmcache_async.errors import TierFullError, TierUnavailableError
 from lmcache_async.maintenance.copy import copy
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
+from lmcache_async.plugins.disk.files import RecordFiles
 from lmcache_async.testing.fakes import DictConfig, DictTier
 from lmcache_async.testing.records import SLAB_BYTES, key_of, record, small_arena
 from lmcache_async.tiers.offline import OfflineOptions
@@ -36,6 +37,7 @@ from tests.maintenance.filled import (
     told,
 )
 from tests.support.daemons import WAITS, ThreadedDaemon, socket_path
+from tests.support.gates import Gate
 
 
 def test_from_directory_to_directory(root, tmp_path):
@@ -268,6 +270,34 @@ async def test_a_directory_counts_rewritten_and_removed_records(tmp_path):
         await target.remove([one])
         await write(other)
         assert await target.has([one, other]) == [False, True]
+
+
+async def test_records_that_are_written_while_others_are_removed_are_counted(tmp_path, monkeypatch):
+    (data, *_) = sealed([3000]).values()
+    config = DiskConfig(path=tmp_path / "there", max_bytes=2 * 8192)
+    options = OfflineOptions(change=True, in_flight=3, max_record_bytes=SLAB_BYTES, create=True)
+    gate = Gate(monkeypatch, RecordFiles, "write")
+
+    async with DiskTier.offline(config, options) as target:
+
+        async def write(number):
+            with await target.allocate(len(data)) as buffer:
+                buffer.view[:] = data
+                await target.write(key_of(number), buffer, 1)
+
+        await write(1)
+        gate.shut()
+        second = asyncio.ensure_future(write(2))
+        await gate.reached()
+        await target.remove([key_of(1)])
+        third = asyncio.ensure_future(write(3))
+        await gate.reached()
+        gate.open()
+        await asyncio.gather(second, third)
+
+        with pytest.raises(TierFullError, match="16384 bytes of 16384"):
+            await write(4)
+        assert await target.has(map(key_of, range(5))) == [False, False, True, True, False]
 
 
 # Between tiers in this process, where each step can be made to fail.
