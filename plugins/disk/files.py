@@ -220,6 +220,10 @@ class RecordFiles:
             with contextlib.suppress(OSError, TierError), self._directory.folder_of(key) as (folder, name):
                 os.utime(name, ns=(stamp, stamp), dir_fd=folder, follow_symlinks=False)
 
+    def is_left(self, key: ChunkKey) -> bool:
+        """Whether the file of a failed write was published and could not be deleted yet."""
+        return self._directory.record_name(key) in self._undeleted
+
     def _discard(self, name: str) -> None:
         """Delete a file of a failed write, now or before the next write."""
         self._undeleted.add(name)

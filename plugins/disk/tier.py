@@ -615,6 +615,10 @@ class RecordStore:
             for at, reservation in enumerate(reservations):
                 if written.get(at, reservation) is None:
                     self.index.commit(reservation)
+                elif at in written and self._files.is_left(reservation.key):
+                    self.index.commit(reservation)
+                    self.index.take(reservation.key)
+                    self.index.add_undeletable(reservation.key, reservation.entry)
                 else:
                     self.index.cancel(reservation, left=left)
         return [written.get(at, failure) for at in range(len(reservations))]

@@ -393,12 +393,14 @@ async def test_a_record_that_is_not_durable_and_cannot_be_deleted_is_deleted_bef
     monkeypatch.setattr(os, "fsync", sync)
     unlink = FailingCall(monkeypatch, "unlink")
     async with DiskTier(config.model_copy(update={"fsync": True})) as tier:
-        unlink.fail(errno.EROFS, times=3)
+        unlink.fail(errno.EROFS, times=4)
         with pytest.raises(TierUnavailableError, match="cannot write"):
             await put(tier, arena, 1)
         with pytest.raises(TierUnavailableError, match="Read-only"):
             await put(tier, arena, 2)
         assert files_in(config.root) == [path_of(config, 1)]
+        assert tier.statistics().bytes == RECORD_BYTES
+        assert not await tier.contains(key_of(1))
         await put(tier, arena, 2)
 
         assert files_in(config.root) == [path_of(config, 2)]
