@@ -83,6 +83,16 @@ async def test_a_kind_without_a_limit_has_the_tiers_timeout(arena):
 
 
 @in_virtual_time
+async def test_a_call_after_the_deadline_of_its_request_is_not_made():
+    inner = fill(ScriptedTier(), 1)
+    tier = bounded(inner)
+    with pytest.raises(TierUnavailableError, match=r"'t': count_prefix was not called: no time was left"):
+        await tier.handle.lookup([key(0)], deadline=now() - 1)
+
+    assert not inner.calls
+
+
+@in_virtual_time
 async def test_retries_inside_end_in_time_so_that_what_was_read_is_returned(arena):
     inner = fill(ScriptedTier(), 2)
     inner.chunk_errors[key(1)].append(TierUnavailableError("away"))

@@ -74,7 +74,7 @@ class DeadlineLayer(Layer):
             call, stated_s = replace(call, deadline=now + own_s), own_s  # the layers inside obey it too
         limit_s = call.deadline - now
         if limit_s <= 0:
-            raise self._late_error(call, stated_s)
+            raise self._late_error(call, "was not called: no time was left")
         task = asyncio.ensure_future(next(call))
         try:
             done, _ = await asyncio.wait({task}, timeout=limit_s)
@@ -83,13 +83,13 @@ class DeadlineLayer(Layer):
             raise
         if not done:
             self._abandon(task)
-            raise self._late_error(call, stated_s)
+            raise self._late_error(call, f"did not answer in {stated_s} s")
         if task.cancelled():
             raise ContractError(f"{call.verb} cancelled its own task")
         return task.result()
 
-    def _late_error(self, call: Call, seconds: float) -> TierUnavailableError:
-        return TierUnavailableError(f"tier {self.context.tier!r}: {call.verb} did not answer in {seconds} s")
+    def _late_error(self, call: Call, what: str) -> TierUnavailableError:
+        return TierUnavailableError(f"tier {self.context.tier!r}: {call.verb} {what}")
 
     def _abandon(self, task: asyncio.Future[Results]) -> None:
         self._late.add(task)
