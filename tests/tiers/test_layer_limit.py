@@ -185,6 +185,22 @@ async def test_a_waiter_without_room_in_time_fails_and_the_next_one_is_served():
 
 
 @in_virtual_time
+async def test_lookups_and_removals_do_not_wait_for_bytes(arena):
+    inner = fill(ScriptedTier(), 3)
+    inner.script.extend([5, 0, 0])
+    tier = limited(inner, max_bytes=SLAB_BYTES, arena=arena)
+    reading = [asyncio.ensure_future(tier.get(one, allocator(arena))) for one in KEYS[:2]]
+    await asyncio.sleep(1)
+    start = now()
+
+    assert await tier.contains(key(2))
+    assert await tier.remove(key(2))
+    assert now() == start
+    assert [taken(await each) for each in reading] == [content(0), content(1)]
+    assert idle(tier)
+
+
+@in_virtual_time
 async def test_lookups_in_a_local_index_do_not_wait():
     inner = fill(ScriptedTier(far=False), 6)
     inner.script.append(HANG)

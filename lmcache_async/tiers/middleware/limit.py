@@ -39,7 +39,8 @@ class LimitConfig(LayerConfig):
 
     Attributes:
         max_calls: Maximum number of concurrent calls; a batch is one call.
-        max_bytes: Maximum bytes in progress; a read counts with the largest possible record.
+        max_bytes: Maximum bytes in progress; a read counts with the largest possible record, and lookups and removals do
+            not count.
         share: Layers of one engine with the same `share` share the limits.
     """
 
@@ -141,6 +142,8 @@ class LimitLayer(Layer):
         with ExitStack() as held:
             for option, budget in self._budgets.items():
                 taken = min(amounts[option], budget.max_bytes)
+                if not taken:
+                    continue  # lookups and removals have no bytes
                 left_s = max(0.0, deadline - asyncio.get_running_loop().time())
                 try:
                     await budget.reserve(taken, timeout_s=left_s)
