@@ -162,27 +162,23 @@ class ValkeyTier(BundledTier[ValkeyConfig, Topology]):
 
     async def _get(self, topology: Topology, key: ChunkKey, allocate: Allocate) -> Buffer | None:
         name = self._name(key)
-        invalid: int | None = None
+        # Before a connection is reserved: writes, which give memory back, need the connections too.
+        buffer = await allocate(self._bound().slab_bytes)
 
-        async def run(connection: Connection) -> Buffer | ErrorReply | None:
-            nonlocal invalid
-            buffer = await allocate(self._bound().slab_bytes)
-            with contextlib.ExitStack() as undo:
-                undo.callback(buffer.release)
-                length = await connection.fetch(encode(b"GET", name), buffer)
-                if not isinstance(length, int):
-                    return length
-                if not 0 < length <= buffer.nbytes:
-                    invalid = length
-                    return None
-                buffer.resize(length)
-                undo.pop_all()
-            return buffer
+        def run(connection: Connection) -> Awaitable[int | ErrorReply | None]:
+            return connection.fetch(encode(b"GET", name), buffer)
 
-        found = await topology.run_at_node(name, run)
-        if invalid is not None:  # after its deletion, later lookups are misses too
-            await self._reject_length(key, partial(topology.ask_each, b"UNLINK", [name]), invalid)
-        return found
+        with contextlib.ExitStack() as undo:
+            undo.callback(buffer.release)
+            length = await topology.run_at_node(name, run)
+            if length is None:
+                return None
+            if not 0 < length <= buffer.nbytes:  # after its deletion, later lookups are misses too
+                await self._reject_length(key, partial(topology.ask_each, b"UNLINK", [name]), length)
+                return None
+            buffer.resize(length)
+            undo.pop_all()
+        return buffer
 
     async def _put(self, topology: Topology, key: ChunkKey, buffer: Buffer) -> None:
         name = self._name(key)

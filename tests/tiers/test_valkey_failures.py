@@ -281,6 +281,24 @@ def _knows_replica(sentinel: Server) -> bool:
     return isinstance(replicas, list) and len(replicas) == 1
 
 
+async def test_a_read_that_waits_for_memory_does_not_delay_a_write(server, arena):
+    asked, memory = asyncio.Event(), asyncio.Event()
+
+    async def allocate(nbytes: int) -> Buffer:
+        asked.set()
+        await memory.wait()
+        return await arena.lease(nbytes, timeout_s=5)
+
+    async with bound(config(server.url, connections=1), arena) as tier:
+        reading = asyncio.ensure_future(tier.get(key_of(1), allocate))
+        await asked.wait()
+        results = await put(tier, arena, 2)
+        memory.set()
+
+        assert await reading is None
+        assert results == [None]
+
+
 async def test_the_rest_of_a_batch_is_sent_to_the_new_master(server, arena, allocate, monkeypatch):
     class FailingOver(Topology):
         failed = False
