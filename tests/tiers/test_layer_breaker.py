@@ -248,6 +248,22 @@ async def test_a_call_cancelled_early_does_not_count_and_one_cancelled_late_is_a
 
 
 @in_virtual_time
+async def test_a_corrupt_record_is_rejected_also_while_writes_are_suspended():
+    inner = fill(ScriptedTier(), 2)
+    tier = broken_by(inner)
+    for _ in range(2):
+        inner.script.append(away())
+        with pytest.raises(TierUnavailableError):
+            await tier.remove(KEYS[1])
+
+    assert await tier.reject(KEYS[0], "checksum")
+    assert not await tier.contains(KEYS[0])
+    with pytest.raises(TierSuspendedError):
+        await tier.remove(KEYS[1])
+    assert states(tier)[2] is OPEN
+
+
+@in_virtual_time
 async def test_a_write_that_misses_the_tiers_deadline_has_failed():
     inner = ScriptedTier()
     tier = broken_by(inner, timeout_s=10)

@@ -31,6 +31,7 @@ from lmcache_async.tiers.middleware.base import (
     LayerStatistics,
     Next,
     Results,
+    Verb,
 )
 from lmcache_async.tiers.results import memory_was_short
 
@@ -226,7 +227,8 @@ class BreakerLayer(Layer):
     batch is one call; it has failed if the fraction of its failed chunks reaches `failure_rate`. A miss, a full
     tier and a corrupt record are not failures. TierPartUnavailableError does not count. A call that its
     caller cancels does not count, unless it was already overdue. A call that does not end counts as failed
-    when it becomes overdue.
+    when it becomes overdue. `reject` is always carried out and does not count: otherwise a corrupt record would be found
+    again while writes fail.
     """
 
     options_type = BreakerConfig
@@ -250,7 +252,7 @@ class BreakerLayer(Layer):
         kind, now = call.kind, self._clock()
         if kind is Kind.LOOKUP and not self._circuits[Kind.READ].admits(now):
             raise self._suspended(Kind.READ, now)
-        if call.local:
+        if call.local or call.verb is Verb.REJECT:
             return await next(call)
         circuit = self._circuits[kind]
         permit = circuit.enter(now)
