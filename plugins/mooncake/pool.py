@@ -138,8 +138,9 @@ class Pool:
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         codes = await self._call(self._requests, lambda: self._store.batch_is_exist(self._object_names(keys)))
-        if failed := next((code for code in codes if code < 0 and code not in {NOT_FOUND, NOT_READY}), 0):
-            raise self.error("find", keys[0], failed)
+        for key, code in zip(keys, codes, strict=False):  # the caller checks the number of results
+            if code < 0 and code not in {NOT_FOUND, NOT_READY}:
+                raise self.error("find", key, code)
         return [code == 1 for code in codes]
 
     async def get(self, keys: Sequence[ChunkKey], buffers: Sequence[Buffer]) -> list[int]:

@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.errors import ChunkCorruptError, TierUnavailableError
 from lmcache_async.plugins.mooncake import MooncakeTier
 from lmcache_async.testing.conformance import TierConformance
 from lmcache_async.testing.conformance.base import TierRig, in_time
@@ -119,6 +119,13 @@ async def opened(config, store, arena):
     tier.bind(arena)
     async with tier:
         yield tier
+
+
+async def test_the_error_of_a_lookup_names_the_key_that_failed(opened, store):
+    store.batch_is_exist = lambda names: [1, -900]
+
+    with pytest.raises(TierUnavailableError, match=f"cannot find .*{key_of(2).hex()}"):
+        await opened.contains_many([key_of(1), key_of(2)])
 
 
 async def test_records_are_transferred_between_the_arena_and_the_pool_without_a_copy(
