@@ -18,9 +18,11 @@ CLOSE_S = 1.0
 async def deadline(seconds: float, where: str, what: str, option: str) -> AsyncIterator[None]:
     """Raise TierUnavailableError with the name of `option` if the block takes longer than `seconds`."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError as error:
+        if not limit.expired():  # it is an error of the network
+            raise
         raise TierUnavailableError(f"{where}: no {what} within {option} of {seconds} s") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import time
@@ -279,6 +280,16 @@ async def test_a_new_master_is_found_by_sentinel(server, arena, allocate):
 def _knows_replica(sentinel: Server) -> bool:
     replicas = sentinel.ask("SENTINEL", "REPLICAS", "kv")
     return isinstance(replicas, list) and len(replicas) == 1
+
+
+async def test_a_timeout_of_the_network_is_not_reported_as_that_of_an_option(arena, monkeypatch):
+    async def connect(*_: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(Node, "_open", connect)
+    async with bound(config("valkey://127.0.0.1:1"), arena) as tier:
+        with pytest.raises(TierUnavailableError, match="cannot connect: Connection timed out"):
+            await tier.contains(key_of(1))
 
 
 async def test_a_read_that_waits_for_memory_does_not_delay_a_write(server, arena):
