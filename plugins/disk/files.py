@@ -519,8 +519,8 @@ class DiskThreads:
     """Thread pools of the disk tier. A running call is always awaited, never abandoned.
 
     Deletions have a separate thread, so that they make room while writes wait for a free thread: ext4 takes about 4 ms
-    to delete a file of 16 MiB, half as long as to write it. Updates of stamps have a separate thread too: reads wait
-    for them, and must not wait for queued writes.
+    to delete a file of 16 MiB, half as long as to write it. Updates of stamps have a separate thread too. Reads wait
+    for both, because corrupt records are deleted, and must not wait for queued writes.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -664,7 +664,7 @@ class RecordStore:
             return 0, None
         future: Future[tuple[frozenset[ChunkKey], Failure | None]] | None = None
         try:
-            future = self._threads.start(remove, tuple(entries))
+            future = self._threads.start(remove, tuple(entries), pool=self._threads.deletions)
             await wait_ended(future)
         finally:
             if future is None or future.cancelled():

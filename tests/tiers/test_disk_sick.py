@@ -15,12 +15,13 @@ import pytest
 from lmcache_async.errors import TierClosedError, TierError, TierUnavailableError
 from lmcache_async.plugins.disk import DiskConfig, DiskTier
 from lmcache_async.plugins.disk import files as disk_files
+from lmcache_async.testing.conformance.base import in_time
 from lmcache_async.testing.fakes import HandleTier
 from lmcache_async.testing.records import key_of, record
 from tests.support.forks import REPOSITORY
 from tests.support.processes import open_fds
 from tests.support.tiers import handle_of
-from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, put, turns
+from tests.tiers.disk_tools import RECORD_BYTES, FailingCall, bytes_in, gate_of, get, path_of, put, turns
 
 
 @pytest.fixture
@@ -168,6 +169,25 @@ async def test_calls_of_a_disk_that_hangs_end_at_their_deadline_until_it_recover
         assert open_fds() <= fds
 
 
+async def test_a_read_of_a_corrupt_record_does_not_wait_for_writes(config, arena, allocate, monkeypatch):
+    gate = gate_of(monkeypatch, "pwrite")
+    async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
+        await put(tier, arena, 1, 2)
+        os.truncate(path_of(config, 2), 4096)
+        gate.shut()
+        writing = asyncio.ensure_future(put(tier, arena, 3))
+        await gate.reached()
+        try:
+            whole, corrupt = await in_time(tier.get_many([key_of(1), key_of(2)], allocate))
+        finally:
+            gate.open()
+        await writing
+
+        whole.release()
+        assert corrupt is None
+        assert bytes_in(config.root) == tier.statistics().bytes == 2 * RECORD_BYTES
+
+
 async def test_a_cancelled_closing_keeps_the_lock_until_hanging_calls_have_ended(config, arena, monkeypatch):
     gate = gate_of(monkeypatch, "pwrite")
     tier = DiskTier(config)
@@ -208,29 +228,25 @@ def test_the_interpreter_ends_although_a_call_is_stuck(tmp_path):
 
 
 async def test_a_removal_that_closing_withdraws_is_an_error_and_the_record_stays(config, arena, monkeypatch):
-    gate = gate_of(monkeypatch, "pwrite")
-    tier = DiskTier(config.model_copy(update={"io_threads": 1}))
+    gate = gate_of(monkeypatch, "unlink")
+    tier = DiskTier(config)
     await tier.__aenter__()
-    with record(arena, 1) as first, record(arena, 2) as second:
-        await tier.put(key_of(1), first)
-        await tier.put(key_of(2), second)
-    buffer = record(arena, 3)
+    await put(tier, arena, 1, 2, 3)
     gate.shut()
-    writing = asyncio.ensure_future(tier.put(key_of(3), buffer))
+    running = asyncio.ensure_future(tier.remove(key_of(1)))
     await gate.reached()
-    removing = asyncio.ensure_future(tier.remove(key_of(1)))
-    rejecting = asyncio.ensure_future(tier.reject(key_of(2), "payload"))
+    removing = asyncio.ensure_future(tier.remove(key_of(2)))
+    rejecting = asyncio.ensure_future(tier.reject(key_of(3), "payload"))
     await turns()
     closing = asyncio.ensure_future(tier.__aexit__(None, None, None))
     await turns()
     closing.cancel()
     results = await asyncio.gather(removing, rejecting, closing, return_exceptions=True)
     gate.open()
-    await writing
-    buffer.release()
 
+    assert await running
     assert [type(result) for result in results] == [TierClosedError, TierClosedError, asyncio.CancelledError]
-    await reopened(config, holds=3)
+    await reopened(config, holds=2)
 
 
 async def test_a_cancelled_opening_releases_the_lock_when_it_has_ended(config, monkeypatch):
