@@ -25,6 +25,7 @@ from lmcache_async.errors import (
 from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.arena import Arena
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.encryption import is_encrypted
 from lmcache_async.metrics.metrics import EngineMetrics
 from lmcache_async.tiers.base import Allocate
 from lmcache_async.tiers.handle import TierHandle
@@ -360,15 +361,16 @@ class TierStack:
                 which is refused if everything is encrypted.
 
         Raises:
-            ChainError: Encryption is on and `at_rest` is None.
+            ChainError: Encryption is on, and `at_rest` is None or contains a record that is not encrypted.
         """
         outside = items
         if at_rest is not None:
             outside = [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
-        elif self._encrypted and self.leaves_memory:
-            raise ChainError(
-                "encryption is on, but a stage of store.stages passes no encrypted records to `write`"
-            )
+        needs_encryption = self._encrypted and self.leaves_memory
+        if needs_encryption and (at_rest is None or not all(is_encrypted(one.view) for one in at_rest)):
+            text = "encryption is on, but a stage of store.stages passes plain records to `write`"
+            self._logger.report(text, "%s; they are dropped", text)
+            raise ChainError(text)
         for stacked in self._writable:
             count = partial(self._written, stacked)
             given = outside if stacked.leaves_memory else items

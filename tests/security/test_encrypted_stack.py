@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_async.errors import ChainError
 from lmcache_async.memory.arena import Arena
+from lmcache_async.memory.header import ENCRYPTED, MAGIC, PREFIX, VERSION
 from lmcache_async.pipeline.report import WriteOutcomes
 from lmcache_async.plugins.cpu import CPUConfig, CPUTier
 from lmcache_async.testing.fakes import DictTier
@@ -15,7 +16,8 @@ from lmcache_async.types import ChunkKey
 from tests.support.tiers import handle_of
 
 KEYS = [ChunkKey(bytes([number]) * 16) for number in range(3)]
-PLAIN, SECRET = b"plain" * 20, b"secret" * 20
+PLAIN = b"plain" * 100
+SECRET = PREFIX.pack(MAGIC, VERSION | ENCRYPTED, 0, 0, 0, bytes(8)) + b"secret" * 80
 
 
 @pytest.fixture
@@ -91,13 +93,15 @@ async def test_a_chunk_that_no_tier_was_given_is_dropped(arena, outside):
     await stack.aclose(timeout_s=60)
 
 
-async def test_a_plain_record_is_not_let_out(arena, outside, records):
+async def test_a_plain_record_is_not_let_out(arena, outside, records, caplog):
     stack = TierStack([outside], write_timeout_s=0, encrypted=True)
     await stack.open(arena)
     plain = filled(arena, PLAIN, 1)
 
-    with pytest.raises(ChainError, match=r"encryption is on.*store\.stages"):
-        await given(arena, stack, KEYS[:1], plain, None)
+    for at_rest in (None, plain):  # the second as from a stage between `encrypt` and `write`
+        with pytest.raises(ChainError, match=r"encryption is on.*store\.stages"):
+            await given(arena, stack, KEYS[:1], plain, at_rest)
+    assert "passes plain records" in caplog.text
 
     await stack.promote([(KEYS[0], plain[0])], [1])
     assert await stack.flush(timeout_s=30)
