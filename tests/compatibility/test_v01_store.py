@@ -124,6 +124,7 @@ def test_keys_of_images_and_partial_chunks_are_those_of_version_0_1(manifest: di
     assert v01_store.other_keys() == manifest["other_keys"]
 
 
+@pytest.mark.needs_vllm
 def test_the_namespace_of_a_model_in_vllm_is_that_of_version_0_1(manifest: dict[str, Any]) -> None:
     fields = json.loads(json.dumps(v01_store.vllm_namespace()))
 
