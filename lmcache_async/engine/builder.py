@@ -271,6 +271,7 @@ class _RunnerMaker:
             budget=self._store_budget,
             failed=_store_failed,
             admit=partial(self._admit_store, resources["copier"]),
+            logger=resources["logger"],
         )
 
     def retrieve(self, resources: Mapping[str, Any]) -> tuple[Runner[RetrieveReport], Runner[Any]]:
@@ -281,6 +282,7 @@ class _RunnerMaker:
             batch_chunks=max(1, self._retrieve_batch_bytes // self._arena.slab_bytes),
             chunk_bytes=self._arena.slab_bytes,
             budget=self._retrieve_budget,
+            logger=resources["logger"],
         )
         retrieve = make(
             chain=chain,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar
@@ -21,7 +22,7 @@ from lmcache_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from lmcache_async.logging import describe
+from lmcache_async.logging import LimitedLogger, describe
 from lmcache_async.memory.budget import ByteBudget
 from lmcache_async.memory.threads import Task, is_ending
 from lmcache_async.pipeline.batch import Batch, Request, Scope
@@ -48,6 +49,7 @@ class Runner(Generic[Out]):
         ends: Returns whether the result of a batch ends the run; later batches are abandoned.
         admit: Awaited before each batch starts, with the batch, the number of chunks of the whole run and the
             remaining seconds. If it raises BudgetExceededError, the rest of the run is abandoned.
+        logger: Logs the reason if a stage fails.
     """
 
     chain: Chain[Any, Out]
@@ -57,6 +59,7 @@ class Runner(Generic[Out]):
     failed: Callable[[Batch, str], Out]
     ends: Callable[[Batch, Out], bool] = lambda *_: False
     admit: Callable[[Batch, int, float], Awaitable[None]] | None = None
+    logger: LimitedLogger = field(default_factory=lambda: LimitedLogger(logging.getLogger(__name__)))
 
     async def run(
         self, request: Request, *, timeout_s: float, on_copied: Callable[[], None] | None = None
@@ -86,7 +89,7 @@ class Runner(Generic[Out]):
                     try:
                         head = await info.stage(head)
                     except BaseException as error:
-                        _raise_unexpected(info, error, asyncio.current_task())
+                        self._explain(info, error, asyncio.current_task())
                         raise
                     if not isinstance(head, info.result_type):
                         _refuse_result(info, head)
@@ -170,7 +173,7 @@ class Runner(Generic[Out]):
                 try:
                     value = await info.stage(value)
                 except BaseException as error:
-                    _raise_unexpected(info, error, task)
+                    self._explain(info, error, task)
                     raise
                 if not isinstance(value, info.result_type):
                     _refuse_result(info, value)
@@ -184,6 +187,21 @@ class Runner(Generic[Out]):
         except BaseException as error:
             _clear_frames(error)
             raise
+
+    def _explain(self, info: StageInfo, error: BaseException, task: Task) -> None:
+        """Log the reason of a failure that is only counted, and replace an exception that must not end the event loop.
+
+        Raises:
+            RuntimeError: The stage, which may be a plug-in, raised an exception not derived from Exception, such as
+                SystemExit, or a CancelledError although the cancellation of `task`, which ran it, was not requested.
+        """
+        text = f"stage {info.name!r} raised {type(error).__name__}: {describe(error)}"
+        if isinstance(error, LMCacheAsyncError) and not isinstance(error, EngineClosedError):
+            self.logger.report(
+                f"{info.name}.{type(error).__name__}", "%s; its chunks are dropped or missed", text
+            )
+        elif not (isinstance(error, Exception) or is_ending(error, task)):
+            raise RuntimeError(text) from error
 
     def _results(self, run: _Run[Out]) -> list[Out]:
         results: list[Out] = []
@@ -202,18 +220,6 @@ class Runner(Generic[Out]):
         if result is None or self.ends(run.batches[index], result):
             run.end_after(index)
         run.set_done(index)
-
-
-def _raise_unexpected(info: StageInfo, error: BaseException, task: Task) -> None:
-    """Raise RuntimeError if a stage, which may be a plug-in, raised an exception that must not end the event loop.
-
-    This applies to exceptions not derived from Exception, such as SystemExit. It applies to CancelledError only if the
-    cancellation of `task`, which ran the stage, was not requested.
-    """
-    if isinstance(error, Exception) or is_ending(error, task):
-        return
-    text = f"stage {info.name!r} raised {type(error).__name__}: {describe(error)}"
-    raise RuntimeError(text) from error
 
 
 def _refuse_result(info: StageInfo, result: object) -> NoReturn:

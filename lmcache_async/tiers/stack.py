@@ -368,9 +368,7 @@ class TierStack:
             outside = [(key, buffer) for (key, _), buffer in zip(items, at_rest, strict=False)]
         needs_encryption = self._encrypted and self.leaves_memory
         if needs_encryption and (at_rest is None or not all(is_encrypted(one.view) for one in at_rest)):
-            text = "encryption is on, but a stage of store.stages passes plain records to `write`"
-            self._logger.report(text, "%s; they are dropped", text)
-            raise ChainError(text)
+            raise ChainError("encryption is on, but a stage of store.stages passes plain records to `write`")
         for stacked in self._writable:
             count = partial(self._written, stacked)
             given = outside if stacked.leaves_memory else items

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lmcache_async.engine.loop import LoopThread
+from lmcache_async.errors import TierUnavailableError
 from lmcache_async.pipeline.batch import (
     Batch,
     FetchedBatch,
@@ -193,6 +194,30 @@ async def test_a_stage_that_drops_chunks_without_a_cause_ends_the_hit_there(stag
             switch.on = True
 
             assert await load() == rig.chunk_size
+
+
+@pytest.mark.parametrize(
+    ("chain", "stage", "behind"),
+    [
+        ("store", "whole_request", "hash"),
+        ("store", "sealed", "seal"),
+        ("retrieve", "whole_request", "hash"),
+        ("retrieve", "fetched", "fetch"),
+    ],
+)
+async def test_the_log_has_the_reason_of_a_stage_that_fails(chain, stage, behind, caplog):
+    rig, switch = Rig(), Switch()
+    names = list(STORE if chain == "store" else RETRIEVE)
+    names.insert(names.index(behind) + 1, stage)
+    registry = FakeRegistry(stages=stages_of(switch, lambda _: raises(TierUnavailableError("no licence"))))
+    async with rig.open(registry=registry, **{f"{chain}.stages": names}) as engine:
+        switch.on = chain == "store"
+        await engine.store(TOKENS, SLOTS)
+        switch.on = True
+        await engine.retrieve(TOKENS, SLOTS)
+
+    text = f"stage '{stage}' raised TierUnavailableError: no licence; its chunks are dropped or missed"
+    assert caplog.messages.count(text) == 1
 
 
 async def count_loaded(engine):
