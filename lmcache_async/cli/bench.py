@@ -57,7 +57,10 @@ def disk_command(
         ),
     ] = None,
     mib: Annotated[int | None, Option(min=1, help="MiB of each store and retrieve; 512 by default.")] = None,
-    threads: Annotated[int | None, Option(min=1, help="Number of concurrent records; 4 by default.")] = None,
+    threads: Annotated[
+        int | None,
+        Option(min=1, max=64, help="Number of concurrent records; 4 by default."),  # as `io_threads`
+    ] = None,
     json_file: JsonFile = None,
     rounds: Rounds = None,
     quick: Quick = False,

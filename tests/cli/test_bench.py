@@ -116,6 +116,7 @@ def test_a_probe_of_a_tier_leaves_nothing_behind(invoke, valkey):
         (["tier", "kv", "--config", "kv.yaml"], "kv.yaml has no tier 'kv'; its tiers are cpu"),
         (["memory", "--quick", "--tokens", "1000"], "each must be a multiple of the next"),
         (["disk", "--quick", "--path", "/nowhere"], "dir '/nowhere' does not exist"),
+        (["disk", "--quick", "--threads", "500"], "Invalid value for '--threads'"),
         (["memory", "--quick", "--tokens", str(256 * 10**15)], "of memory are required, and"),
         (["memory", "--quick", "--layers", "100000000"], "of memory are required, and"),
         (["disk", "--quick", "--mib", "1000000000"], "of memory are required, and"),
