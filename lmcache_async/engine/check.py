@@ -60,7 +60,7 @@ def problems(
             names = chain_stages(config, chain)
             stages: list[StageInfo] = []
             for name in names:
-                with _collected(rest, where):
+                with _collected(rest, where, what=f"the stage {name}"):
                     stage = registry.load(STAGES, name, third_party=third_party)
                     stages.append(describe_stage(name, cast("Stage[Any, Any]", stage)))
             if len(stages) == len(names):
@@ -89,20 +89,21 @@ def tier_capabilities(config: EngineConfig, registry: Registry) -> dict[str, Cap
 
 
 @contextlib.contextmanager
-def _collected(lines: list[str], where: str, part: str = "") -> Iterator[None]:
+def _collected(lines: list[str], where: str, part: str = "", *, what: str = "it") -> Iterator[None]:
     """Add a line for each line of an error that the block raises.
 
     Args:
         lines: Lines of the errors so far.
         where: The place in the configuration; added to lines without one.
         part: The part of the configuration in that place. A line that names it has a place already.
+        what: What cannot be created if the error is none of this package.
     """
     try:
         yield
     except LMCacheAsyncError as error:
         text = str(error)
     except Exception as error:  # noqa: BLE001 - a third-party plug-in may raise anything
-        text = f"it cannot be created: {type(error).__name__}: {error!s:.200}".replace("\n", " ")
+        text = f"{what} cannot be created: {type(error).__name__}: {error!s:.200}".replace("\n", " ")
     else:
         return
     for line in text.split("\n"):

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from lmcache_async.cli.config import check_file, config_values, flatten, format_value
 from lmcache_async.config import EngineConfig, survey_config
 from lmcache_async.daemon.config import load_daemon_config
-from lmcache_async.registry import Registry
+from lmcache_async.registry import STAGES, Registry
+from tests.cli.site import install
 from tests.fuzz.test_config import names, values
 
 FILE = """\
@@ -228,6 +229,18 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     assert shown["tenants.token-team.reserved_bytes"] == ("1GiB", f"{file}, line 4")
     assert shown["tenants.token-team.max_bytes"] == ("none", "default")
     assert invoke("config", "check", file, "--daemon").exit_code == 0
+
+
+def test_a_stage_that_cannot_be_imported_is_named(invoke, tmp_path, others):
+    install(others, "broken", {"slow": "Slow"}, "raise RuntimeError('no licence')\n", group=STAGES)
+    path = tmp_path / "kv.yaml"
+    path.write_text("retrieve:\n  stages: [hash, plan, fetch, slow, verify, host_to_device]\n")
+
+    result = invoke("config", "check", path)
+
+    assert result.stdout == (
+        f"{path}, line 2: retrieve.stages: the stage slow cannot be created: RuntimeError: no licence\n"
+    )
 
 
 def test_the_size_of_the_pool_has_no_default(invoke):
