@@ -49,6 +49,8 @@ def tokenizer_of(name: str) -> Encode:
         ) from error
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file() and (path.is_dir() or name.startswith(("/", "."))):  # never a model's name
+        raise ConfigError(f"--tokenizer: there is no file {file}")
     try:
         tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(name)
     except Exception as error:  # the package raises Exception itself

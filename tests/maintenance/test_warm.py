@@ -144,6 +144,19 @@ def test_encrypted_records_are_found_with_their_keys_and_stay_encrypted(tmp_path
     assert loaded(rig_of(), None, tiers=tiers[:1], **encryption) == 40
 
 
+@pytest.mark.parametrize("name", ["{tmp_path}", "{tmp_path}/none", "./none/tokenizer.json"])
+def test_a_tokenizer_that_is_not_at_its_path_is_not_looked_for_on_the_hub(config, tmp_path, name):
+    prompts = prompts_of(tmp_path, {"prompt": "one two"})
+
+    result = invoke(
+        "warm", "--config", config, "--prompts", prompts, "--tokenizer", name.format(tmp_path=tmp_path)
+    )
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("--tokenizer: there is no file ")
+    assert result.stderr.endswith(("tokenizer.json\n", "/none\n"))
+
+
 def test_text_is_tokenized_with_the_models_tokenizer(config, tmp_path):
     words = {f"w{token}": token for token in range(200)} | {"?": 200}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
