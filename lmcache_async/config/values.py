@@ -48,6 +48,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power, f"{_letter}i": 1024**_power}
 MAX_BYTES = 2**62  # sums stay below 64 bits
 
+_EXPECTED_LIST = 'expected a list, such as ["a", "b"]'
+_EXPECTED_MAPPING = 'expected a mapping, such as {"key": "value"}'
 _EXPECTED_SIZE = "expected a size in bytes, such as 8GiB, 500MB or 1048576"
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)", re.ASCII)
 
@@ -131,20 +133,20 @@ parse_probability = number_parser("a probability from 0 to 1", lambda probabilit
 def parse_list(value: object) -> list[Any]:
     """Parse a list, or its text as JSON (`["a", "b"]`) or separated by commas (`a, b`)."""
     if isinstance(value, str):
-        value = _read_flow(value, "[") if value.lstrip().startswith("[") else value.split(",")
+        value = _read_flow(value, _EXPECTED_LIST) if value.lstrip().startswith("[") else value.split(",")
         if isinstance(value, list):
             value = [item.strip() if isinstance(item, str) else item for item in value]
     if not isinstance(value, list | tuple):
-        raise ValueError('expected a list, such as ["a", "b"]')  # noqa: TRY004 - pydantic reads ValueError
+        raise ValueError(_EXPECTED_LIST)  # noqa: TRY004 - pydantic reads ValueError
     return list(value)
 
 
 def parse_mapping(value: object) -> dict[str, Any]:
     """Parse a mapping, or its text as JSON."""
-    if isinstance(value, str):
-        value = _read_flow(value, "{")
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _read_flow(value, _EXPECTED_MAPPING)
     if not isinstance(value, Mapping):
-        raise ValueError('expected a mapping, such as {"key": "value"}')  # noqa: TRY004 - as above
+        raise ValueError(_EXPECTED_MAPPING)  # noqa: TRY004 - as above
     return {str(key): item for key, item in value.items()}
 
 
@@ -277,14 +279,12 @@ def _is_encodable(path: str | Path) -> bool:
         return False
 
 
-def _read_flow(text: str, opening: str) -> object:
-    """Parse JSON or the flow style of YAML; None if the text is neither."""
-    if not text.lstrip().startswith(opening):
-        return None
+def _read_flow(text: str, expected: str) -> object:
+    """Parse JSON or the flow style of YAML. The error does not contain YAML's own message, which may show a secret."""
     try:
         return read_yaml(text)[0]
     except YAMLTextError:
-        return None
+        raise ValueError(f"{expected}; the text is not valid JSON or YAML") from None
 
 
 # Input types for JSON schemas. The parsers above accept some more spellings.

@@ -62,7 +62,7 @@ def test_an_invalid_mapping_is_reported(extra, text):
         ("ARENA__MAX_BYTE", "1", "there is no key arena.max_byte; did you mean LMCACHE_ASYNC_ARENA__MAX_BYTES?"),
         ("ARENA_MAX_BYTES", "1", "there is no key arena_max_bytes; did you mean LMCACHE_ASYNC_ARENA__MAX_BYTES?"),
         ("ARENA", "8GiB", "arena is '8GiB': expected a mapping, such as {\"key\": \"value\"}"),
-        ("TIERS", '["cpu"', "tiers is '[\"cpu\"': expected a list, such as [\"a\", \"b\"]"),
+        ("TIERS", '["cpu"', "tiers is '[\"cpu\"': expected a list, such as [\"a\", \"b\"]; the text is not valid JSON or YAML"),
     ],
 )  # fmt: skip
 def test_an_invalid_variable_is_reported(name, value, text):

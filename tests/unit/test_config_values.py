@@ -68,8 +68,18 @@ REFUSED = [
     (values.parse_seconds, [1e10, "1e300"], "expected a number of seconds of at most 1000000000"),
     (values.parse_wait, [1e10, "1e300"], "expected a number of seconds of at most 1000000000"),
     (values.parse_fraction, [0, 1.01, "abc", True, None], "expected a fraction above 0 and at most 1"),
-    (values.parse_list, [None, 3, {"a": 1}, "[1", "[1]x"], 'expected a list, such as ["a", "b"]'),
-    (values.parse_mapping, [None, 3, [1], "a: 1", "{"], 'expected a mapping, such as {"key": "value"}'),
+    (values.parse_list, [None, 3, {"a": 1}], 'expected a list, such as ["a", "b"]'),
+    (
+        values.parse_list,
+        ["[1", "[1]x"],
+        'expected a list, such as ["a", "b"]; the text is not valid JSON or YAML',
+    ),
+    (values.parse_mapping, [None, 3, [1], "a: 1"], 'expected a mapping, such as {"key": "value"}'),
+    (
+        values.parse_mapping,
+        ["{"],
+        'expected a mapping, such as {"key": "value"}; the text is not valid JSON or YAML',
+    ),
     (
         values.parse_name,
         [None, 3, "", "a b", "-a", "a/b"],
