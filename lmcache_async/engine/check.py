@@ -12,8 +12,11 @@ from lmcache_async.config.validation import KeyPath, placed_lines
 from lmcache_async.engine.builder import CHAIN_ENDS, chain_stages, default_logger
 from lmcache_async.engine.tiers import configured_tiers
 from lmcache_async.errors import ChainError, ConfigError, LMCacheAsyncError, MissingDependencyError
+from lmcache_async.hashing.digest import digest_function
+from lmcache_async.memory.encryption import RecordCipher
 from lmcache_async.metrics.endpoint import check_endpoint
 from lmcache_async.metrics.metrics import EngineMetrics
+from lmcache_async.metrics.tracing import TracingInstrument
 from lmcache_async.pipeline.chain import Chain
 from lmcache_async.pipeline.stage import Stage, StageInfo, describe_stage
 from lmcache_async.registry import STAGES, Registry
@@ -65,11 +68,23 @@ def problems(
                     stages.append(describe_stage(name, cast("Stage[Any, Any]", stage)))
             if len(stages) == len(names):
                 Chain(stages).check_ends(*ends)
-    for read in (config.read_hash_key, config.encryption.read_keys):
+    for make in (EngineConfig.read_hash_key, _make_digest, _make_cipher, _make_tracing):
         with _collected(rest, ""):
-            read()
+            make(config)
     rest += check_endpoint(config.http)
     return list(dict.fromkeys([*of_tiers, *placed_lines(rest, source_of)]))
+
+
+def _make_digest(config: EngineConfig) -> object:
+    return digest_function(config.hash_algorithm)
+
+
+def _make_cipher(config: EngineConfig) -> object:
+    return RecordCipher(config.encryption.read_keys()) if config.encryption.enabled else None
+
+
+def _make_tracing(config: EngineConfig) -> object:
+    return TracingInstrument() if config.tracing.enabled else None
 
 
 def refusal(error: LMCacheAsyncError, config: EngineConfig, registry: Registry) -> LMCacheAsyncError:

@@ -51,7 +51,7 @@ def digest_function(algorithm: str, key: bytes = b"") -> Digest:
         from blake3 import blake3
     except ImportError as error:
         raise MissingDependencyError(
-            "hash algorithm 'blake3' needs the package blake3: pip install 'lmcache-async[blake3]'"
+            "hash_algorithm: blake3 needs the package blake3: pip install 'lmcache-async[blake3]'"
         ) from error
     if key:
         return lambda message: blake3(message, key=key).digest(length=KEY_BYTES)

@@ -153,7 +153,7 @@ class _Key:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
             raise MissingDependencyError(
-                "encryption needs the package cryptography: pip install 'lmcache-async[encryption]'"
+                "encryption.key_file and encryption.keys need the package cryptography: pip install 'lmcache-async[encryption]'"
             ) from error
         block = Cipher(algorithms.AES(key), modes.ECB())  # single blocks, for CMAC
         key_id = hmac.digest(key, b"lmcache-async encryption key id", "sha256")[:8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -229,6 +230,30 @@ def test_the_file_of_the_daemon_is_shown_and_checked(invoke, tmp_path):
     assert shown["tenants.token-team.reserved_bytes"] == ("1GiB", f"{file}, line 4")
     assert shown["tenants.token-team.max_bytes"] == ("none", "default")
     assert invoke("config", "check", file, "--daemon").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "extra"),
+    [
+        ("encryption.key_file: {key}", "cryptography.hazmat.primitives.ciphers", "encryption"),
+        ("hash_algorithm: blake3", "blake3", "blake3"),
+        ("tracing.enabled: true", "opentelemetry", "otel"),
+    ],
+)
+def test_a_package_without_which_an_engine_does_not_start_is_reported(
+    invoke, tmp_path, monkeypatch, text, module, extra
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    key, path = tmp_path / "key", tmp_path / "kv.yaml"
+    key.touch(mode=0o600)
+    key.write_text(SECRET)
+    path.write_text(f"chunk_size: 256\n{text.format(key=key)}\n")
+
+    result = invoke("config", "check", path)
+
+    assert (result.exit_code, result.stdout.count("\n")) == (1, 1)
+    assert result.stdout.startswith(f"{path}, line 2: {text.partition(':')[0].partition('.key')[0]}")
+    assert result.stdout.endswith(f"pip install 'lmcache-async[{extra}]'\n")
 
 
 def test_a_stage_that_cannot_be_imported_is_named(invoke, tmp_path, others):

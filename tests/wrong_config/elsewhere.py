@@ -21,7 +21,7 @@ lmcache_async/integration/vllm/lookup_server.py | give each vLLM a separate engi
 lmcache_async/integration/vllm/lookup_server.py | set VLLM_HOST_IP | tests/security/test_lookup_socket.py | vllm\.lookup_transport: cannot listen at
 lmcache_async/integration/vllm/lookup_server.py | vllm.socket_dir: cannot listen | tests/security/test_lookup_socket.py | vllm\.socket_dir: cannot listen at
 lmcache_async/integration/vllm/worker.py | which is not that of | tests/unit/vllm/test_config.py | which is not that of 2 heads
-lmcache_async/memory/encryption.py | needs the package cryptography | tests/security/test_encryption.py | MissingDependencyError, match
+lmcache_async/memory/encryption.py | need the package cryptography | tests/security/test_encryption.py | MissingDependencyError, match
 lmcache_async/metrics/endpoint.py | needs the package aiohttp | tests/web/test_engine.py | lmcache-async[http]
 lmcache_async/metrics/http.py | contains no token | tests/web/test_access.py | contains no token
 lmcache_async/metrics/http.py | a token must have at least | tests/web/test_access.py | line 1: a token must have at least 16
