@@ -63,7 +63,10 @@ class LimitedLogger:
         exc_info: bool = False,
         stacklevel: int = 1,
     ) -> None:
-        """Log a line with the arguments of `logging.Logger.log`. Its source location is that of the caller."""
+        """Log a line with the arguments of `logging.Logger.log`. Its source location is that of the caller.
+
+        Unprintable characters of texts among the arguments are escaped: clients choose request ids.
+        """
         now = self._clock()
         last, held_back = self._causes.pop(cause, (None, 0))
         if last is not None and now - last < self._interval_s:
@@ -75,7 +78,13 @@ class LimitedLogger:
         self._causes[cause] = (now, 0)
         if held_back:
             message = f"{message} ({held_back} more like this since the last line)"
+        arguments = tuple(one_line(each) if isinstance(each, str) else each for each in arguments)
         self.logger.log(level, message, *arguments, exc_info=exc_info, stacklevel=stacklevel + 1)
+
+
+def one_line(text: str) -> str:
+    """Return the text with its unprintable characters escaped."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def describe(error: BaseException) -> str:

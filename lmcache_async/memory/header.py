@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from lmcache_async.errors import ChunkCorruptError
+from lmcache_async.logging import one_line
 from lmcache_async.memory.buffer import PAGE
 from lmcache_async.types import ChunkKey, Tokens
 
@@ -181,6 +182,4 @@ def _field(fields: dict[Any, Any], name: str, kind: type[_T]) -> _T:
 
 def corrupt(cause: str, message: str) -> ChunkCorruptError:
     """Return the error of a record. Parts of `message` may come from the record, so it is made one short printable line."""
-    if not message.isprintable():
-        message = message.encode("unicode_escape").decode("ascii")
-    return ChunkCorruptError(message[:MAX_MESSAGE_LENGTH], cause=cause)
+    return ChunkCorruptError(one_line(message)[:MAX_MESSAGE_LENGTH], cause=cause)

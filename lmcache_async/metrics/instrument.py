@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from lmcache_async.logging import one_line
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
+
+MAX_NAME = 200
+"""Maximum length of a request id in logs and on the status page. Longer ones are truncated, because clients choose them."""
 
 
 class Instrument:
@@ -42,7 +46,7 @@ class LogInstrument(Instrument):
             report.copy_seconds * 1e3,
             _rate(report.bytes, report.copy_seconds),
             report.seconds * 1e3,
-            request_id,
+            one_line(request_id[:MAX_NAME]),
         )
 
     def retrieved(self, request_id: str, report: RetrieveReport) -> None:
@@ -55,7 +59,7 @@ class LogInstrument(Instrument):
             report.seconds * 1e3,
             _rate(report.bytes, report.seconds),
             f"; ended by: {report.cause}" if report.cause else "",
-            request_id,
+            one_line(request_id[:MAX_NAME]),
         )
 
 

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lmcache_async.metrics.instrument import Instrument
+from lmcache_async.metrics.instrument import MAX_NAME, Instrument
 from lmcache_async.types import RequestPlan, RetrieveReport, StoreReport
-
-MAX_NAME = 200
-"""Maximum length of a request id. Longer ones are truncated, because clients choose them."""
 
 _LOADED = {"tokens": 0, "asked_tokens": 0, "bytes": 0, "seconds": 0.0}
 _STORED = {"tokens": 0, "chunks": 0, "present": 0, "bytes": 0, "copy_seconds": 0.0, "seconds": 0.0}

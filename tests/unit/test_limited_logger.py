@@ -161,6 +161,22 @@ def test_a_retrieve_is_one_line_that_names_the_tiers_and_the_cause():
     ]
 
 
+@pytest.mark.parametrize("name", ["a\nERROR: b", "a\r\x1b[2Jb", "x" * 100_000])
+def test_a_request_id_that_a_client_chose_adds_no_line_and_no_long_text(name):
+    hooks, lines = instrument()
+    hooks.stored(name, STORED)
+    hooks.retrieved(name, RETRIEVED)
+
+    assert all(text.isprintable() and len(text) < 500 for text in lines.texts)
+
+
+def test_a_text_with_line_breaks_is_logged_in_one_line():
+    lines = Lines()
+    LimitedLogger(logger_to(lines)).report("cause", "request %s: %d of %s", "a\nb", 3, "é")
+
+    assert lines.texts == [r"request a\nb: 3 of é"]
+
+
 def test_empty_reports_can_be_logged():
     hooks, lines = instrument()
     hooks.stored("", StoreReport())
