@@ -838,8 +838,8 @@ class SchedulerConnector:
         if not self._peeks_left or tracker.num_tokens > most or tracker.has_promise:
             return False
         self._peeks_left -= 1
-        self._peek_tokens_left -= tracker.num_tokens
         found = self._client.peek(tracker.keys, tracker.num_tokens)
+        self._peek_tokens_left -= tracker.keys.num_hashed  # few if the first chunk is not in memory
         if found is None:
             return False
         lookup, answered = found

@@ -44,7 +44,7 @@ IDENTITY = Identity(1, b"0" * 16, "xxh3_128", CHUNK, BLOCK)
 class Client:
     """The lookup client without its thread. It hashes at once unless `hashes` is False, and answers in `answer`.
 
-    `in_memory` is the answer of a lookup in memory.
+    `in_memory` is the answer of a lookup in memory: None if its content is not known, MISS if it lacks the first chunk.
     """
 
     def __init__(self) -> None:
@@ -80,6 +80,9 @@ class Client:
 
     def peek(self, keys: RequestKeys, num_tokens: int) -> tuple[Lookup, AnsweredLookup] | None:
         if self.in_memory is None:
+            return None
+        self.hash(keys, CHUNK if self.in_memory is MISS else num_tokens)
+        if self.in_memory is MISS:
             return None
         lookup = Lookup(f"peeked {keys.request_id}", num_tokens, self.epoch, self.time)
         return lookup, AnsweredLookup(keys.request_id, lookup.lookup_id, self.in_memory, self.time, self.time)
@@ -384,6 +387,18 @@ def test_few_requests_of_a_step_are_looked_up_by_the_scheduler_s_thread(lengths:
         for request in requests:
             bench.finish(request)
         bench.idle()
+
+
+def test_a_request_whose_first_chunk_is_not_in_memory_uses_little_of_what_a_step_may_look_up():
+    """Only its first chunk is hashed on the scheduler's thread."""
+    bench = Bench()
+    bench.client.in_memory = MISS
+    bench.request(20)
+    bench.request(MAX_PEEKED_TOKENS - 100)
+    bench.client.in_memory = hit(2, resident=True)
+    bench.request(MAX_PEEKED_TOKENS - 100)
+
+    assert [lookup.num_tokens for lookup in bench.client.asked] == [20, MAX_PEEKED_TOKENS - 100]
 
 
 @pytest.mark.parametrize(
