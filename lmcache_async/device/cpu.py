@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_async.device.copier import CheckedJob, CopyJob, Fence, check_jobs
 from lmcache_async.device.layout import KVLayout
@@ -21,7 +21,7 @@ from lmcache_async.device.plan import (
 )
 from lmcache_async.device.progress import CopyPart, LoadProgress, PartQueue, off_core
 from lmcache_async.device.rows import MIN_DIGEST_BYTES, cache_memory, can_digest, copy_rows
-from lmcache_async.errors import EngineClosedError, LMCacheAsyncError
+from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.copies import STREAM_BYTES, CopyQueue, RowCopy, compiled
 from lmcache_async.memory.threads import WorkerPool, in_threads, run_shielded
 
@@ -48,11 +48,13 @@ class CopyThreads:
 
     def __init__(self, threads: int) -> None:
         self.num = threads
+        self.closed = False
         self.pool = WorkerPool(threads, thread_name_prefix="lmcache-async-copy")
         self.queue = CopyQueue(threads, "lmcache-async-rows") if compiled is not None else None
 
     def close(self) -> None:
         """Wait for all copies and end the threads. Idempotent."""
+        self.closed = True
         self.pool.shutdown(wait=True)
         if self.queue is not None:
             self.queue.close()
@@ -74,7 +76,6 @@ class CpuCopier:
         self._groups = group_planes(layout.planes, by_storage=False)
         self._can_digest = can_digest(layout)
         self._largest = max(plane.row_bytes for plane in layout.planes)
-        self._closed = False
 
     def fence(self) -> Fence | None:
         return None
@@ -105,11 +106,10 @@ class CpuCopier:
             await self._scatter_in_order(checked, progress)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._threads.closed:
             raise _closed()
 
     def close(self) -> None:
-        self._closed = True
         self._threads.close()
 
     async def _run(self, jobs: Sequence[CheckedJob], *, to_host: bool) -> None:
@@ -119,12 +119,10 @@ class CpuCopier:
         stream = total >= STREAM_BYTES
         if (queue := self._threads.queue) is not None:
             rows = [piece for part in parts for piece in self._rows(jobs, part)]
-            with _thread_errors():
-                await queue.copy(rows, to_payload=to_host, stream=stream)
+            await queue.copy(rows, to_payload=to_host, stream=stream)
             return
         copy = functools.partial(self._copy, jobs, to_host=to_host, stream=stream)
-        with _thread_errors():
-            await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
+        await in_threads(self._threads.pool, [functools.partial(copy, part) for part in parts])
 
     async def _gather_digesting(self, jobs: Sequence[CheckedJob]) -> list[bytes]:
         """Gather each payload on one thread, from start to end: a digest takes bytes in order."""
@@ -140,10 +138,9 @@ class CpuCopier:
             assert digest is not None  # `can_digest`
             return digest
 
-        with _thread_errors():
-            digests: list[list[bytes]] = await in_threads(
-                self._threads.pool, [functools.partial(list, map(gather, share)) for share in shares]
-            )
+        digests: list[list[bytes]] = await in_threads(
+            self._threads.pool, [functools.partial(list, map(gather, share)) for share in shares]
+        )
         return [digest for each in digests for digest in each]
 
     async def _scatter_in_order(self, jobs: Sequence[CheckedJob], progress: LoadProgress) -> None:
@@ -178,7 +175,7 @@ class CpuCopier:
 
     def _copy_unawaited(self, queue: PartQueue) -> None:
         """Copy a load that no thread has waited for."""
-        if self._closed:
+        if self._threads.closed:
             queue.withdraw(_closed())
             return
         try:
@@ -206,15 +203,6 @@ class CpuCopier:
                 size, start = self._groups[index].row_bytes, piece.offset + offset
                 rows.append((self._memory, where, job.payload[start : start + len(where) * size], size))
         return rows
-
-
-@contextlib.contextmanager
-def _thread_errors() -> Iterator[None]:
-    """Let a copy for which no thread can be started be a counted drop or a miss."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LMCacheAsyncError(f"rows could not be copied: {error}") from error
 
 
 def _closed() -> EngineClosedError:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory.buffer import Bytes
-from lmcache_async.memory.threads import run_shielded
+from lmcache_async.memory.threads import ThreadStartError, run_shielded
 
 INTERFACE = 6
 """Interface version of `_rows.c`. A module that was built from an older version is not used."""
@@ -134,7 +134,7 @@ class CopyQueue:
 
         Raises:
             ValueError: The arguments of a copy do not fit together. Nothing is copied.
-            RuntimeError: No thread can be started.
+            ThreadStartError: No thread can be started.
             EngineClosedError: The queue is closed, or this process is a forked child.
         """
         if self._closed:
@@ -171,10 +171,10 @@ class CopyQueue:
             )
             try:
                 thread.start()
-            except RuntimeError:
+            except RuntimeError as error:
                 if self._threads:
                     break  # the others copy, and the next copy tries again
-                raise
+                raise ThreadStartError(str(error)) from error
             self._threads.append(thread)
             self._missing -= 1
 

@@ -17,6 +17,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, thread
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
+from lmcache_async.errors import LMCacheAsyncError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -46,6 +48,10 @@ def reserve_descriptors() -> None:
         threading.Thread(target=reserve, name="lmcache-async-descriptors", daemon=True).start()
 
 
+class ThreadStartError(LMCacheAsyncError, RuntimeError):
+    """No thread can be started for a call."""
+
+
 class WorkerPool(ThreadPoolExecutor):
     """Thread pool for calls that use buffers.
 
@@ -66,13 +72,17 @@ class WorkerPool(ThreadPoolExecutor):
             _joined_at_exit.pop(worker, None)
 
     def _adjust_thread_count(self) -> None:
-        """Start a thread for a queued call. If none can be started, leave the call to the others; without others, raise."""
+        """Start a thread for a queued call. If none can be started, leave the call to the others.
+
+        Raises:
+            ThreadStartError: There are no others.
+        """
         try:
             super()._adjust_thread_count()
-        except RuntimeError:  # "can't start new thread"
+        except RuntimeError as error:  # "can't start new thread"
             if not self._threads:
                 self._work_queue.get_nowait()  # otherwise a later thread would run the call, which no caller awaits
-                raise
+                raise ThreadStartError(str(error)) from error
 
 
 class _Call(Generic[T]):

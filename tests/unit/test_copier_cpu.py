@@ -293,6 +293,19 @@ async def test_a_load_for_which_no_thread_can_be_started_is_copied(layers, monke
     assert is_filled(cache, [0, 3])
 
 
+async def test_a_bug_in_a_copy_is_not_taken_for_a_thread_that_cannot_be_started(layers, monkeypatch):
+    cache, copier = layers
+
+    def fail(self, jobs, part, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(CpuCopier, "_copy", fail)
+    monkeypatch.setattr(copier._threads, "queue", None)
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await copier.gather(copy_jobs(cache.layout, [0]))
+
+
 @pytest.mark.parametrize("submit", [refuse, lambda call, *args: call(*args)], ids=["refused", "at once"])
 async def test_a_load_that_no_thread_waits_for_is_copied(layers, monkeypatch, submit):
     cache, copier = layers

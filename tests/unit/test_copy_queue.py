@@ -14,6 +14,7 @@ import pytest
 from lmcache_async.errors import EngineClosedError
 from lmcache_async.memory import copies
 from lmcache_async.memory.copies import CopyQueue, RowCopy
+from lmcache_async.memory.threads import ThreadStartError
 from lmcache_async.testing.steps import turns
 from tests.support.processes import open_fds
 
@@ -247,7 +248,7 @@ async def test_without_a_thread_a_copy_fails_and_a_later_one_succeeds(monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="start new thread"):
+        with pytest.raises(ThreadStartError, match="start new thread"):
             await queue.copy([piece], to_payload=True, stream=False)
     assert not any(target)
 

@@ -14,7 +14,7 @@ from lmcache_async.device import open_copiers
 from lmcache_async.device.cuda import open_cuda_copiers
 from lmcache_async.device.movers import TorchMover
 from lmcache_async.hashing.namespace import namespace_id
-from lmcache_async.memory.threads import DESCRIPTORS
+from lmcache_async.memory.threads import DESCRIPTORS, WorkerPool
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.testing.fakes import GatedTier
 from lmcache_async.testing.rig import Rig
@@ -116,8 +116,9 @@ async def test_without_a_copy_thread_a_store_is_dropped_and_a_load_is_a_miss(mon
         await store(rig, engine)
         await check_retrieve(rig, engine, expected=[True] * 40)
         copier = engine.copier
-        with monkeypatch.context() as patch:
-            patch.setattr(copier._threads.pool, "submit", refuse)
+        with monkeypatch.context() as patch, WorkerPool(1) as without_threads:
+            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(copier._threads, "pool", without_threads)
             patch.setattr(copier._threads, "queue", None)
             assert not (await engine.retrieve(TOKENS, range(40))).any()
         assert leased(engine) == 0

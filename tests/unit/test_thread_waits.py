@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_async.memory.threads import (
+    ThreadStartError,
     WorkerPool,
     in_thread,
     in_threads,
@@ -83,7 +84,7 @@ def test_a_call_that_is_refused_because_there_is_no_thread_is_not_run_later(
     calls: list[str] = []
     with monkeypatch.context() as failing:
         failing.setattr(threading.Thread, "start", refuse_to_start)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(ThreadStartError, match="can't start"):
             pool.submit(calls.append, "first")
     pool.submit(calls.append, "second").result(60)
 
