@@ -208,16 +208,16 @@ WAITS = (
     Mutation(
         "the scheduler keeps keys of host memory after a reset",
         "lmcache_async/integration/vllm/scheduler.py",
-        "        self._forget_memory()\n        self._viewed",
-        "        self._viewed",
+        "            view.clear()",
+        "            pass",
         ("tests/unit/vllm/test_scheduler.py",),
     ),
     Mutation(
-        "the scheduler keeps keys of host memory after their load failed",
+        "the scheduler keeps keys of chunks that were removed from host memory",
         "lmcache_async/integration/vllm/events.py",
-        "self._keys.difference_update(unpack_keys(keys))",
+        "self._keys.difference_update(unpack_keys(change.removed))",
         "pass",
-        ("tests/unit/vllm/test_scheduler.py",),
+        ("tests/unit/vllm/test_memory_view.py",),
     ),
     Mutation(
         "a store reserves memory before its fence is reached",

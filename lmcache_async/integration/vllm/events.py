@@ -182,9 +182,6 @@ class MemoryView:
         self._keys.update(unpack_keys(change.stored))
         self._keys.difference_update(unpack_keys(change.removed))
 
-    def discard(self, keys: bytes) -> None:
-        self._keys.difference_update(unpack_keys(keys))
-
     def clear(self) -> None:
         self._keys.clear()
 

@@ -51,7 +51,7 @@ from lmcache_async.integration.vllm.versions import loads_in_step, shutdown_time
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.registry import Registry
 from lmcache_async.tiers.base import Capabilities
-from lmcache_async.types import KEY_BYTES, RequestPlan
+from lmcache_async.types import RequestPlan
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
@@ -739,7 +739,8 @@ class SchedulerConnector:
         in place, and those of a later process are the files' again.
         """
         mode = self.config.vllm.reset_cache
-        self._forget_memory()
+        for view in self._views:
+            view.clear()
         self._viewed.clear()
         self._client.reset(memory_only=mode != "all")
         self._stores.keys_in_flight.clear()  # workers drop these stores
@@ -898,7 +899,6 @@ class SchedulerConnector:
                 continue
             if load.tracker.load_tokens_failed(first_token):
                 self.metrics.load_failed()
-            self._forget_chunks(load.job, first_token)
             if load.job.layerwise:
                 # The blocks are in vLLM's prefix cache, where others could find them before they are computed.
                 bad = bad_blocks & set(load.job.touched_blocks())
@@ -917,20 +917,7 @@ class SchedulerConnector:
             return
         if load.tracker.load_tokens_failed(0):
             self.metrics.load_failed()
-        self._forget_chunks(load.job, 0)
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
-
-    def _forget_chunks(self, job: Job, first_token: int) -> None:
-        """Look up the chunks of a failed load in the workers until they are stored again. Perhaps they were evicted."""
-        for part in job.parts:
-            first = max(0, first_token - part.start) // self._policy.chunk_size
-            for view, keys in zip(self._views, part.keys, strict=False):  # there may be no view, or no key
-                view.discard(keys[first * KEY_BYTES :])
-
-    def _forget_memory(self) -> None:
-        """Empty the views of host memory. Requests are looked up in the workers until these report new chunks."""
-        for view in self._views:
-            view.clear()
 
     def _may_be_unfilled(self, tracker: RequestTracker, now: float) -> bool:
         """Return whether the prefix that vLLM has for the request may include blocks that a load of a step still fills."""

@@ -306,26 +306,6 @@ def test_what_ranks_report_of_host_memory_is_known_until_a_reset():
     assert known(bench, key) == [0, 1]
 
 
-@pytest.mark.parametrize("by", ["block", "request"])
-def test_after_a_failed_load_its_chunks_are_doubtful_and_no_others(by: str):
-    bench, other = Bench(), b"k" * 16
-    request = bench.request(20, answer=hit(2))
-    packed = tracker(bench, request).keys.packed_keys(0, 2)
-    bench.report(memory={rank: MemoryChange("cpu", own + other, b"") for rank, own in enumerate(packed)})
-    bench.scheduler.match(request, 0)
-    bench.allocate(request, 16, 16)
-
-    if by == "block":
-        bench.report(bad={bench.blocks_of(request, 16)[CHUNK // BLOCK].block_id})
-    else:
-        bench.scheduler._request_failed(request.request_id)
-
-    for rank, own in enumerate(packed):
-        assert known(bench, own)[rank] == (1 if by == "block" else 0)
-        assert known(bench, own[16:])[rank] == 0
-    assert known(bench, other) == [1] * RANKS
-
-
 def test_beside_other_connectors_nothing_is_known_of_host_memory():
     bench = Bench(beside_others=True)
     bench.report(memory={0: MemoryChange("cpu", b"k" * 16, b"")})
