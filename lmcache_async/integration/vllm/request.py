@@ -712,9 +712,7 @@ class RequestTracker:
         if self.is_loading or self._request.num_computed_tokens:
             self.stores = False
         else:
-            cursor = self._cursor
-            cursor.next_chunk, cursor.stored_skipped = 0, False
-            cursor.tail_pending = self._tail_tokens > 0
+            self._cursor = _StoreCursor(tail_pending=self._tail_tokens > 0)
             self._boundaries = self._policy.boundaries(self.keys.num_prompt_tokens)
             self._known_boundary = 0
 

@@ -1208,6 +1208,22 @@ def test_a_chunk_of_a_store_that_a_reset_drops_is_stored_by_the_next_request():
     assert spans(bench.step((after, 20)).stores) == [(0, 16), (16, 20)]
 
 
+def test_after_a_reset_a_request_is_promised_although_a_store_before_it_did_not_reach_a_shared_tier():
+    bench = Bench(roles=Roles(hands_over=True))
+    request = bench.request(16)
+    for unshared in (1, 0):
+        (job,) = bench.step((request, 16)).stores
+        ranks = {job.job_id: RANKS}
+        bench.report(answered=WorkerReport(ranks, ranks, {job.job_id: unshared}))
+        if unshared:
+            request.num_computed_tokens, request.num_preemptions = 0, 1
+            bench.scheduler.reset()
+    promise = bench.finish(request)
+
+    assert promise is not None
+    assert promise.tokens == 16
+
+
 def test_a_reset_may_change_the_namespace_of_all_requests():
     bench = Bench(**{"vllm.reset_cache": "new_namespace"})
     waiting = bench.request(20, params={"tags": {"team": "a"}})
