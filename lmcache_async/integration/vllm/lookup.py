@@ -495,11 +495,16 @@ class LookupClient:
             rank.post({"op": "unpin", "lookup_id": lookup_id})
 
     async def _clear_all(self, epoch: int, memory_only: bool) -> None:
-        message = {"op": "clear", "epoch": epoch, "memory_only": memory_only}
         async with asyncio.TaskGroup() as group:
             for rank in self.ranks:
-                group.create_task(_until_answered(rank, message))
+                group.create_task(self._clear(rank, epoch, memory_only))
         self._cleared = max(self._cleared, epoch)
+
+    async def _clear(self, rank: RankConnection, epoch: int, memory_only: bool) -> None:
+        """Clear the tiers of a rank. Try again until it has answered, or until a further reset clears them."""
+        message = {"op": "clear", "epoch": epoch, "memory_only": memory_only}
+        while epoch == self.epoch and await rank.call(message) is None:  # noqa: ASYNC110 - another process answers
+            await asyncio.sleep(_CLEAR_RETRY_S)
 
     def _ranks_changed(self) -> None:
         identities = [rank.identity for rank in self.ranks]
@@ -536,11 +541,6 @@ async def _repeated(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a task of the client, and start it again after an unexpected error."""
     while not await _guarded(start()):  # noqa: ASYNC110 - an error is no event
         await asyncio.sleep(LAST_RETRY_S)
-
-
-async def _until_answered(rank: RankConnection, message: Message) -> None:
-    while await rank.call(message) is None:  # noqa: ASYNC110 - the other end is another process
-        await asyncio.sleep(_CLEAR_RETRY_S)
 
 
 class RankConnection:

@@ -510,6 +510,15 @@ def test_a_reset_before_the_thread_of_the_client_runs_is_carried_out(
     assert [engine.cleared for engine in unserved.engines] == [[(1, False)]] * 2
 
 
+def test_resets_of_a_rank_that_is_not_connected_do_not_accumulate(unserved: Ranks):
+    """For example if its engine could not be opened, and the weights change often."""
+    for _ in range(5):
+        unserved.client.reset(memory_only=True)
+
+    unserved.serve_all()  # until lookups are answered
+    assert [engine.cleared for engine in unserved.engines] == [[(5, True)]] * 2
+
+
 def test_lookups_are_misses_until_every_rank_has_cleared(ranks: Ranks, until):
     ranks.hold(PROMPT)
     ranks.engines[1].gate = threading.Event()
