@@ -33,9 +33,13 @@ from tests.support.vllm_traffic import Traffic, another_connector, related_promp
 
 @contextlib.asynccontextmanager
 async def open_vllm(
-    setup: Setup, registry: Registry, loop: SimulatedLoop, network: Network
+    setup: Setup, registry: Registry, loop: SimulatedLoop, network: Network, *, in_process: bool
 ) -> AsyncIterator[tuple[SimulatedVLLM, list[CacheEngine]]]:
-    """Run a simulated vLLM with our connector, whose threads and sockets are on this loop."""
+    """Run a simulated vLLM with our connector, whose threads and sockets are on this loop.
+
+    Args:
+        in_process: Whether the only rank is in the scheduler's process, which then looks up new requests in its index.
+    """
     workers: list[tuple[RankEngine, Any]] = []
     clients: list[LookupClient] = []
 
@@ -56,6 +60,9 @@ async def open_vllm(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(network.connected())
         engines = [await _open_rank(registry, loop, network, stack, side, *given) for side, given in workers]
+        if in_process:
+            ((rank, _),) = workers
+            scheduler_of(sim).connect({}, rank.server)
         try:
             yield sim, engines
         finally:
@@ -168,6 +175,7 @@ class Serving(Simulation):
         )
         # VLLM's initialization of a process is done now.
         SimulatedVLLM(Setup(folder=folder / "first", options=None))
+        self._in_process = self._setup.ranks == 1 and not multi and self.rng.random() < 0.5
         self._prompts = list(related_prompts(self.rng, num_tokens=200, count=6).values())
 
     def live(self) -> None:
@@ -218,7 +226,8 @@ class Serving(Simulation):
         self.counts["start"] += 1
         self._injector.start()
         network = Network(loop, self.rng, cut=self._injector.odds.error)
-        async with open_vllm(self._setup, self._registry, loop, network) as (sim, engines):
+        opened = open_vllm(self._setup, self._registry, loop, network, in_process=self._in_process)
+        async with opened as (sim, engines):
             # Without another namespace, tiers keep the KV of former weights. The other connector keeps it anyway.
             updates = not self._setup.multi and self._reset_cache != "memory"
             traffic = Traffic(sim, self.rng, self._prompts, updates=updates)

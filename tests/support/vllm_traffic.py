@@ -68,6 +68,8 @@ class Traffic:
         """Let a random event happen. Return its description; "" if nothing happened."""
         events = (
             (0.3, self._add),
+            (0.02, self._add_several),
+            (0.02, self._add_and_disturb),
             (0.02, self._abort),
             (0.02, self._abort_before_report),
             (0.05, self._reset),
@@ -138,6 +140,18 @@ class Traffic:
             request.sampling_params.stop_token_ids = [chosen.choice(self._answer(request))]
         self.answers[name] = self._answer(request)
         return f"add {name}"
+
+    def _add_several(self) -> str:
+        """Add more requests than are looked up on the scheduler's thread in one step."""
+        return ", ".join(self._add() for _ in range(self.chosen.randint(2, 10)))
+
+    def _add_and_disturb(self) -> str:
+        """Abort a request, or reset the caches, before the first step in which vLLM can admit it."""
+        what = self._add()
+        if self.chosen.random() < 0.5:
+            return f"{what}, {self._reset()}"
+        self.sim.abort(what.removeprefix("add "))
+        return f"{what} and abort it"
 
     def _answer(self, request: Any) -> list[int]:
         """The answer to a request if the weights do not change any more."""

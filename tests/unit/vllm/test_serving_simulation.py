@@ -56,7 +56,7 @@ def blocks_are_not_held_for_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "first"),  # a seed that finds it within seconds, unless a draw changes before it
     [
-        (a_load_that_fails_is_believed, (0, Faults.MANY)),
+        (a_load_that_fails_is_believed, (2, Faults.MANY)),
         (what_lookups_pinned_is_kept, (4, Faults.NONE)),
         (a_load_has_no_end, (0, Faults.NONE)),
         (loads_never_end, (0, Faults.NONE)),
