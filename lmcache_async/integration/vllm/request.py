@@ -302,6 +302,7 @@ class RequestTracker:
         self.is_loading = False
         self._load_lookup: _LookupState | None = None  # its pins are held until the load has ended
         self.load_failed = False
+        self._gave_way = True  # at the last call of `gives_way`
         self._admitted_preemptions: int | None = None  # preemptions before the last admission
         self._in_step = False  # since the last admission
         self._ended = False
@@ -394,6 +395,15 @@ class RequestTracker:
         self.local_tokens = local_tokens
         if self._admitted_preemptions == self._request.num_preemptions:
             self.load_failed = True
+
+    def gives_way(self) -> bool:
+        """Return whether vLLM has to try the next requests first: every second time after a failed load.
+
+        VLLM frees the blocks of a failed load only when it tries the request, and tries no request after one that does not fit.
+        Without this, a request whose load has failed could wait for ever for blocks of later requests.
+        """
+        self._gave_way = not self._gave_way
+        return self.load_failed and self._gave_way
 
     @property
     def local_suffices(self) -> bool:

@@ -483,6 +483,7 @@ class SchedulerConnector:
             chunk_size=config.chunk_size,
         )
         self._job_ids = itertools.count(1)
+        self._nothing_runs = False  # the last step had no tokens
         self._repeats_left = MAX_REPEATS
         self._peeks_left, self._peek_tokens_left = MAX_PEEKS, MAX_PEEKED_TOKENS
         # Looked up by this thread in this step, and not admitted yet. Nothing is pinned for these.
@@ -580,6 +581,8 @@ class SchedulerConnector:
         now = self._client.now()
         if self._may_be_unfilled(tracker, now):
             return None, False  # until the step that fills the blocks has ended
+        if self._nothing_runs and tracker.gives_way():
+            return None, False
         if tracker.waits_for_keys(now, connected=self._client.connected):
             # After a reset or a reconnection the keys are not requested yet.
             self._client.hash(tracker.keys, tracker.num_tokens)
@@ -630,6 +633,7 @@ class SchedulerConnector:
 
     def plan_step(self, output: Any) -> StepMetadata:
         """build_connector_meta: return the loads and stores of a step that vLLM has scheduled."""
+        self._nothing_runs = not output.total_num_scheduled_tokens
         self._repeats_left = MAX_REPEATS
         self._deliver_answers()
         self._ask_for_peeked()

@@ -5,7 +5,9 @@ The simulator fails a test when a request would read KV that is not the KV of it
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -512,6 +514,28 @@ def test_after_a_failed_load_hits_in_host_memory_need_no_step_for_the_lookup(
         sim.step()
         assert (failed.value, loads.value) == (1, before + 1), name
         simulators.settle(sim)
+
+
+@pytest.mark.kv_groups
+def test_a_request_whose_load_has_failed_lets_vllm_try_those_that_hold_blocks(
+    simulators: Simulators, monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt may need more blocks to be computed than to be loaded, and vLLM tries no request after one that does not fit."""
+    sim, tokens = simulators.stored(groups=MODELS["chunked local"], num_tokens=242, num_blocks=36)
+    loads, gate = scheduler_of(sim).metrics.counter("loads_total"), threading.Event()
+
+    async def fail(request: Any) -> RetrieveReport:
+        await asyncio.to_thread(gate.wait)
+        return RetrieveReport(cause="a disk error")
+
+    monkeypatch.setattr(engine_of(sim.ranks[0]), "retrieve_chunks", fail)
+    for name in ("first", "second"):
+        sim.add(name, tokens)
+    simulators.until(lambda: sim.step() or loads.value == 2)
+    gate.set()
+    sim.run(max_seconds=20)
+
+    assert sim.outputs["first"] == sim.outputs["second"] == expected(tokens, 4)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
