@@ -82,4 +82,13 @@ GROUPS = (
         "                pass",
         TEST_WORKER,
     ),
+    Mutation(
+        "groups: a request whose load has failed keeps others from being tried",
+        f"{VLLM}/request.py",
+        "return self.load_failed and self._gave_way",
+        "return False",
+        (
+            "tests/unit/vllm/test_simulated.py::test_a_request_whose_load_has_failed_lets_vllm_try_those_that_hold_blocks",
+        ),
+    ),
 )

@@ -197,6 +197,13 @@ OUTSIDE = (
         ("tests/security/test_encryption.py",),
     ),
     Mutation(
+        "records that a later stage has decrypted leave memory",
+        "lmcache_async/tiers/stack.py",
+        "(at_rest is None or not all(is_encrypted(one.view) for one in at_rest))",
+        "at_rest is None",
+        ("tests/security/test_encrypted_stack.py",),
+    ),
+    Mutation(
         "a message's length is not bounded before it is read",
         "lmcache_async/integration/vllm/lookup_server.py",
         "if length > MAX_MESSAGE_BYTES:",

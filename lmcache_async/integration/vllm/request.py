@@ -399,8 +399,8 @@ class RequestTracker:
     def gives_way(self) -> bool:
         """Return whether vLLM has to try the next requests first: every second time after a failed load.
 
-        VLLM frees the blocks of a failed load only when it tries the request, and tries no request after one that does not fit.
-        Without this, a request whose load has failed could wait for ever for blocks of later requests.
+        The blocks of a failed load are freed only when vLLM tries the request, and vLLM tries no request after one that does
+        not fit. Without this, a request whose load has failed could wait for ever for blocks of later requests.
         """
         self._gave_way = not self._gave_way
         return self.load_failed and self._gave_way
