@@ -11,11 +11,19 @@ from tests.integration.vllm_answers import TOLERANCE, Question, difference, toke
 from tests.integration.vllm_driver import Engine, Engines, Reference, connector
 from tools.models.families import FAMILIES
 from tools.torture.outcome import Outcome
+from tools.torture.vllm import faults_seen
 
-MODELS = {"llama": (32, 40, 48), "gemma-3": (64, 72, 80), "granite-4": (32, 40, 48)}
-"""Models with full attention, sliding windows and recurrent states, and numbers of blocks of vLLM's pool: enough for one of
-the longest requests, too few for all of a round. All are float32: in bfloat16, the answer of a preempted request also differs
-in a vLLM without connector."""
+MODELS = {
+    "llama": (32, 40, 48),
+    "gemma-3": (64, 72, 80),
+    "llama-4": (72, 80, 96),
+    "granite-4": (32, 40, 48),
+}
+"""Models with full attention, sliding windows, chunked local attention and recurrent states, and numbers of blocks of vLLM's
+pool: enough for one of the longest requests, too few for all of a round. All are float32: in bfloat16, the answer of a
+preempted request also differs in a vLLM without connector."""
+FAULTS = {"name": "faults", "error": 0.1, "corrupt": 0.1}
+"""The only layer of the disk tier in half of the runs, so that loads fail."""
 MAX_TOKENS = 928
 AT_ONCE = 10
 
@@ -25,6 +33,8 @@ def settings(generator: random.Random, disk: Path) -> dict[str, Any]:
     transfer = connector(disk=disk, arena_chunks=generator.choice((12, 40, 120)))
     extra = transfer["kv_connector_extra_config"]
     extra["tiers"][1]["max_bytes"] = generator.choice(("8MiB", "32MiB", "1GiB"))
+    if generator.random() < 0.5:
+        extra["tiers"][1]["layers"] = [{**FAULTS, "seed": generator.randrange(1 << 16)}]
     extra |= {
         "store.generated_tokens": generator.choice((False, True)),
         "vllm.layerwise_load": generator.choice(("never", "auto")),
@@ -117,7 +127,7 @@ class Traffic:
 
 
 def run(*, requests: int, seconds: float, seed: int) -> Outcome:
-    """Send a third of the requests to each model, or send requests for a third of the time."""
+    """Send the same number of requests to each model, or send requests to each for the same time."""
     outcome = Outcome("traffic", {"seed": seed, "requests": 0})
     with tempfile.TemporaryDirectory(prefix="lmcache-async-traffic-") as directory:
         engines = Engines(Path(directory))
@@ -163,5 +173,5 @@ def _run_model(
         before = engine.call("counters")["vllm:num_preemptions"]
         while outcome.left("requests", requests, seconds):
             traffic.round()
-        engine.settle()
+        outcome.add("faults seen", faults_seen(engine.settle()["counts"]))
         outcome.add("preemptions", engine.call("counters")["vllm:num_preemptions"] - before)
