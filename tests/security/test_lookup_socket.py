@@ -393,6 +393,34 @@ async def test_over_tcp_only_clients_with_the_secret_are_answered():
     await server.aclose()
 
 
+async def test_over_tcp_a_host_that_has_disappeared_is_detected():
+    """Otherwise the connections that a server has lost would occupy all of its connections."""
+    server, _ = await over_tcp()
+    accepted: list[asyncio.StreamWriter] = []
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        server.accept(reader, writer)
+
+    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+    address = replace(server.tcp_address, port=listener.sockets[0].getsockname()[1])
+    _, writer = await connect(address)
+
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+    ends = [each.get_extra_info("socket") for each in (writer, *accepted)]
+    alive = [end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in ends]
+    values = [[end.getsockopt(socket.IPPROTO_TCP, option) for option in options] for end in ends]
+    writer.close()
+    listener.close()
+    await server.aclose()
+
+    assert all(alive)
+    assert len(values) == 2
+    for idle_s, interval_s, count, unacknowledged_ms in values:
+        assert idle_s + interval_s * count <= 60
+        assert 0 < unacknowledged_ms <= 60_000
+
+
 async def test_a_client_rejects_a_server_without_the_secret():
     """Another server may have taken the port of one that has ended. The client's messages do not reveal the secret."""
     ended = asyncio.Event()

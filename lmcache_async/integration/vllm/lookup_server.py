@@ -18,6 +18,7 @@ import hmac
 import logging
 import os
 import secrets
+import socket
 import stat
 import struct
 import tempfile
@@ -59,6 +60,14 @@ _SECRET_BYTES = 32
 _PROOF_BYTES = 32
 AUTHENTICATE_S = 5.0
 """Deadline for a TCP connection to be authenticated."""
+LOST_PEER = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,
+}
+"""Options of a TCP connection, by which the kernel ends it within a minute if the host of the peer has disappeared: probes
+after 30 s without data, and a deadline in milliseconds for data that is not acknowledged."""
 CLOSE_S = 1.0
 """Deadline for a peer to read what it was sent before the connection was closed."""
 
@@ -151,6 +160,14 @@ def check_peer(writer: asyncio.StreamWriter) -> int:
     return process
 
 
+def detect_lost_peer(writer: asyncio.StreamWriter) -> None:
+    """Let the kernel end a TCP connection whose peer has disappeared without closing it; see `LOST_PEER`."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in LOST_PEER.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a lookup server. Over TCP, check that it knows the secret.
 
@@ -162,6 +179,7 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     async with asyncio.timeout(AUTHENTICATE_S):
         reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
+        detect_lost_peer(writer)
         await _authenticate(reader, writer, address.secret, b"client", b"server")
     except BaseException:
         writer.close()
@@ -410,6 +428,8 @@ class LookupServer:
         try:
             if isinstance(self._address, Path):
                 check_peer(writer)
+            else:
+                detect_lost_peer(writer)
             if len(self._connections) >= _MAX_CONNECTIONS:
                 self._end_unproven()
         except OSError as error:
