@@ -269,16 +269,18 @@ class TierHandle:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close the tier. A failure or a timeout is logged, and the tier is abandoned."""
+        """Wait for abandoned calls, then close the tier. A failure or a timeout is logged, and the tier is abandoned."""
         try:
-            async with asyncio.timeout(2 * self._close_timeout_s):
-                try:
-                    await self.drain(timeout_s=self._close_timeout_s)
-                finally:
-                    await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
+            await self.drain(timeout_s=self._close_timeout_s)
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(self._close_timeout_s):
+                await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
         except TimeoutError:
-            waited_s = 2 * self._close_timeout_s
-            self._report("close", f"did not close within {waited_s} s; it is abandoned")
+            self._report("close", f"did not close within {self._close_timeout_s} s; it is abandoned")
         except LMCacheAsyncError as failure:
             self._report("closing", f"closing failed: {describe(failure)}")
 

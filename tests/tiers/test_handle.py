@@ -9,8 +9,9 @@ import pytest
 from lmcache_async.errors import BudgetExceededError, TierError, TierUnavailableError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.memory.buffer import Buffer
+from lmcache_async.memory.threads import wait_done
 from lmcache_async.testing.fakes import DictTier, FaultyTier
-from lmcache_async.testing.records import allocator
+from lmcache_async.testing.records import allocator, small_arena
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.layers.around import AroundLayer
@@ -97,7 +98,26 @@ async def test_a_tier_that_never_closes_is_left_at_the_deadline(caplog):
     tier = TierHandle(_Stuck(opens=True), name="t", timeout_s=5, close_timeout_s=3, logger=logger)
     async with tier:
         pass
-    assert "tier 't': did not close within 6 s" in caplog.text
+    assert "tier 't': did not close within 3 s" in caplog.text
+
+
+@in_virtual_time
+async def test_a_tier_that_never_closes_is_left_if_the_wait_for_an_abandoned_call_uses_up_the_time(caplog):
+    ended = asyncio.Event()
+
+    class Late(_Stuck):
+        async def get(self, key, allocate):
+            await wait_done(asyncio.ensure_future(ended.wait()))
+
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = TierHandle(Late(opens=True), name="t", timeout_s=5, close_timeout_s=0, logger=logger)
+    async with tier:
+        with pytest.raises(TierUnavailableError, match="did not answer in 5 s"):
+            await tier.get([KEY], allocator(small_arena(1)))
+        assert tier.late_calls == 1
+    ended.set()
+
+    assert "tier 't': did not close within 0 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ async def test_closing_does_not_wait_for_a_client_that_does_not_join(client, han
 
     await in_time(handle.__aexit__())
 
-    assert "did not close within 0.02 s; it is abandoned" in caplog.text
+    assert "did not close within 0.01 s; it is abandoned" in caplog.text
     gate.open()
     await client.wait_closed()
     assert client.calls == ["setup", "close"]

@@ -321,7 +321,7 @@ def test_an_engine_without_time_to_close_abandons_a_tier_that_does_not_close(cap
         closes = altered(__aexit__=hang)
         async with Rig().open(tiers=["cpu", "slow"], registry=registry_of(slow=closes), shutdown_timeout_s=0):
             pass
-        assert "did not close within 0.2 s" in caplog.text
+        assert "did not close within 0.1 s" in caplog.text
 
     simulation.run(check)  # in virtual time
 
