@@ -69,6 +69,7 @@ class Bucket:
         self._at = f" at {config.endpoint}" if config.endpoint else ""
         self._timeout_s = config.request_timeout_s
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._lookup_slots = asyncio.Semaphore(config.concurrency)  # a lookup does not wait for queued reads
 
     async def check(self) -> None:
         """Raise TierError if the bucket does not exist, refuses the credentials or does not answer."""
@@ -77,7 +78,7 @@ class Bucket:
 
     async def find(self, key: ChunkKey) -> ObjectMeta | None:
         """Return the metadata of the object, with its length and version; None if it does not exist."""
-        async with self._request("find", key):
+        async with self._request("find", key, self._lookup_slots):
             with contextlib.suppress(FileNotFoundError):
                 return await obstore.head_async(self._store, name_of(key))
         return None
@@ -173,8 +174,10 @@ class Bucket:
         return True
 
     @contextlib.asynccontextmanager
-    async def _request(self, verb: str, key: ChunkKey | None = None) -> AsyncIterator[None]:
-        async with self._slots:
+    async def _request(
+        self, verb: str, key: ChunkKey | None = None, slots: asyncio.Semaphore | None = None
+    ) -> AsyncIterator[None]:
+        async with slots or self._slots:
             try:
                 yield
             except (BaseError, OSError, ValueError) as error:

@@ -85,7 +85,8 @@ class S3Config(TierConfig):
         sign_payload: Send a SHA-256 of each record to S3. Records have checksums of their own.
         ca_file: Certificates to trust in addition to the default ones, as PEM.
         part_bytes: Size of the parts in which longer records are read concurrently.
-        concurrency: Maximum number of concurrent requests. Each needs up to `part_bytes` outside of the arena.
+        concurrency: Maximum number of concurrent lookups, and of other concurrent requests. Each of the latter needs up to
+            `part_bytes` outside of the arena.
         connect_timeout_s: Longest time to connect, in seconds.
         request_timeout_s: Longest time of a request, including its content, in seconds.
     """
