@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from lmcache_async.cli.app import app
 from lmcache_async.errors import TierError
