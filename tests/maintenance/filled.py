@@ -151,9 +151,11 @@ class Failing(DictTier):
         await super().put(key, buffer)
 
 
-def store_of(tier: Tier, *, timeout_s: float = 30.0, max_record_bytes: int = SLAB_BYTES) -> TierStore:
+def store_of(
+    tier: Tier, *, timeout_s: float = 30.0, max_record_bytes: int = SLAB_BYTES, in_flight: int = 3
+) -> TierStore:
     handle = handle_of(tier, timeout_s=timeout_s, close_timeout_s=0.1)
-    options = OfflineOptions(change=True, in_flight=3, max_record_bytes=max_record_bytes)
+    options = OfflineOptions(change=True, in_flight=in_flight, max_record_bytes=max_record_bytes)
     return TierStore(handle, options, list_timeout_s=timeout_s)
 
 

@@ -303,8 +303,8 @@ async def test_records_that_are_written_while_others_are_removed_are_counted(tmp
 # Between tiers in this process, where each step can be made to fail.
 
 
-async def copied(source, destination, **options):
-    async with store_of(source) as from_, store_of(destination) as into:
+async def copied(source, destination, *, in_flight=3, **options):
+    async with store_of(source, in_flight=in_flight) as from_, store_of(destination) as into:
         return await copy(from_, into, **options)
 
 
@@ -366,7 +366,8 @@ async def test_a_copy_ends_when_it_evicts_its_own_records():
     into = {key_of(99): records[key_of(1)]}
 
     fits = await copied(DictTier(records=few), DictTier(DictConfig(max_bytes=3 * nbytes), records=into))
-    full = await copied(DictTier(records=records), DictTier(DictConfig(max_bytes=6 * nbytes), records=into))
+    small = DictTier(DictConfig(max_bytes=6 * nbytes), records=into)
+    full = await copied(DictTier(records=records), small, in_flight=1)
 
     assert (fits.complete, fits.records) == (True, 3)
     assert (full.complete, full.there, full.refused["full"] > 0) == (False, 3, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
@@ -141,8 +140,11 @@ class S3Server:
 
     def _answers(self) -> bool:
         """Send an unsigned request. A gateway that has loaded its access keys rejects it."""
-        with contextlib.suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5).close()
+        try:
+            answer = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{BUCKET}", timeout=5)
+        except urllib.error.HTTPError as error:
+            answer = error
+        answer.close()
         return True
 
 
