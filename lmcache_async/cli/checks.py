@@ -19,7 +19,7 @@ from lmcache_async.config import EngineConfig, format_size
 from lmcache_async.memory import copies
 from lmcache_async.tiers.diagnosis import INSTALL_COMPILER, Check, fail, ok, warn
 
-PYTHON = ("3.11", "3.12", "3.13")
+PYTHON = ("3.11", "3.12", "3.13", "3.14")
 """Tested minor versions; the first is also the oldest supported one."""
 UVLOOP = ("0.23",)
 MATRIX = (("0.32.0", "2.13.0"), ("0.31.0", "2.13.0"), ("0.30.0", "2.13.0"))
