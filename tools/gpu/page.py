@@ -279,6 +279,7 @@ def _engine_facts(facts: Mapping[str, Any]) -> str:
             f"torch {facts['torch']}",
             facts["worker"]["runner"],
             facts["worker"]["backends"],
+            f"CUDA graphs: {facts['worker']['cuda_graphs']}",
             f"{facts['blocks']} blocks of {facts['block_size']}",
             "asynchronous scheduling" if facts["async_scheduling"] else "no asynchronous scheduling",
         ]

@@ -290,12 +290,14 @@ def randomize(model: Any) -> None:
 
 
 def worker_facts(worker: Any) -> dict[str, str]:
+    """Return what the worker runs. It may have changed the mode of CUDA graphs that was asked for."""
     runner = worker.model_runner
     groups = getattr(runner, "attn_groups", None) or []
     backends = {group.backend.get_name() for each in groups for group in each}
     return {
         "runner": f"{type(runner).__module__}.{type(runner).__name__}",
         "backends": ", ".join(sorted(backends)),
+        "cuda_graphs": worker.vllm_config.compilation_config.cudagraph_mode.name,
     }
 
 
