@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ from lmcache_async.registry import LAYERS, STAGES, TIERS, Registry
 from tests.benchmarks.test_gpu import LossyMover
 from tests.support import forked_python
 from tools.benchmarks.gpu_device import HostGpu
-from tools.gpu import checkout, command, profile, race
+from tools.gpu import checkout, command, measurements, profile, race
 from tools.gpu.command import Options, Part
 from tools.gpu.page import page, targets
 
@@ -79,6 +81,22 @@ async def test_a_race_run_finds_a_broken_copy(mover, problem):
     outcome = await race.run(TorchGpu(mover), SMALL_RACE, seconds=600, seed=3, most_engines=3)
 
     assert any(problem in text for text in outcome.problems)
+
+
+async def test_an_error_of_the_device_leaves_the_results_of_the_engines_before_it(tmp_path, monkeypatch):
+    path, checks, check = tmp_path / "race.json", itertools.count(), race.Race.check
+
+    def fails_in_the_second_engine(self):
+        if next(checks) == race.QUICK.rounds:
+            raise RuntimeError("illegal memory access")
+        check(self)
+
+    monkeypatch.setattr(race.Race, "check", fails_in_the_second_engine)
+    given = argparse.Namespace(quick=True, seconds=600, seed=3, json=path)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        await measurements.run_race(given, TorchGpu())
+
+    assert json.loads(path.read_text())["counts"]["rounds"] == race.QUICK.rounds
 
 
 async def test_the_profile_has_rates_and_calls_of_each_layout_and_block_size():

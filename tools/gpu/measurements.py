@@ -20,6 +20,7 @@ from lmcache_async.bench.measure import DEFAULT_ROUNDS, Frame
 from tools.benchmarks import gpu as bench
 from tools.benchmarks.gpu_device import CudaGpu, Gpu, HostGpu
 from tools.gpu import profile, race
+from tools.torture.outcome import Outcome
 
 PROFILE_ROUNDS = 5
 QUICK_ENGINES = 3
@@ -55,14 +56,18 @@ async def run_profile(given: argparse.Namespace, gpu: Gpu) -> None:
 
 
 async def run_race(given: argparse.Namespace, gpu: Gpu) -> None:
+    def ended(outcome: Outcome) -> None:
+        save(given.json, {"counts": outcome.counts, "problems": outcome.problems, "seconds": outcome.seconds})
+
     outcome = await race.run(
         gpu,
         race.QUICK if given.quick else race.Sizes(),
         seconds=given.seconds,
         seed=given.seed,
         most_engines=QUICK_ENGINES if given.quick else 0,
+        ended=ended,
     )
-    save(given.json, {"counts": outcome.counts, "problems": outcome.problems, "seconds": outcome.seconds})
+    ended(outcome)
     if outcome.failed:
         raise SystemExit("\n".join(outcome.problems))
 

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -393,7 +393,15 @@ def random_form(rng: random.Random, sizes: Sizes) -> CacheForm:
     )
 
 
-async def run(gpu: Gpu, sizes: Sizes, *, seconds: float, seed: int, most_engines: int = 0) -> Outcome:
+async def run(
+    gpu: Gpu,
+    sizes: Sizes,
+    *,
+    seconds: float,
+    seed: int,
+    most_engines: int = 0,
+    ended: Callable[[Outcome], object] = lambda _: None,
+) -> Outcome:
     """Race for some seconds.
 
     Args:
@@ -402,6 +410,7 @@ async def run(gpu: Gpu, sizes: Sizes, *, seconds: float, seed: int, most_engines
         seconds: Time after which no further round starts.
         seed: Seed of all choices; durations vary.
         most_engines: Maximum number of engines, each with another form of cache; 0 for no limit.
+        ended: Called with the outcome so far when an engine has ended.
     """
     outcome = Outcome("race", {"seed": seed})
     deadline = time.monotonic() + seconds
@@ -417,5 +426,6 @@ async def run(gpu: Gpu, sizes: Sizes, *, seconds: float, seed: int, most_engines
                 if time.monotonic() >= deadline:
                     break
         gpu.trim()
+        ended(outcome.end())
     outcome.expect(outcome.counts.get("loads that hit", 0) > 0, "no load found anything")
     return outcome.end()
