@@ -192,7 +192,9 @@ def test_only_the_engines_with_a_connector_have_a_configuration_of_it():
 def test_the_page_has_times_facts_and_problems():
     judge = Judge("llama", {"ours": engine()}, quick=False)
     facts = {"vllm": "0.32.0", "torch": "2.11", "async_scheduling": True, "blocks": 8, "block_size": 16}
-    facts |= {"worker": {"runner": "GPUModelRunner", "backends": "FLASH_ATTN", "cuda_graphs": "FULL_DECODE_ONLY"}}
+    facts |= {
+        "worker": {"runner": "GPUModelRunner", "backends": "FLASH_ATTN", "cuda_graphs": "FULL_DECODE_ONLY"}
+    }
     result = {"rows": judge.rows(), "problems": ["llama, ours: wrong"], "left_out": []}
 
     text = "\n".join(SECTIONS["vllm"](result | {"engines": {"llama": {"ours": {"facts": facts}}}}))

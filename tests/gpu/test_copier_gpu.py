@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import contextmanager
 from functools import partial
 
@@ -233,6 +234,19 @@ async def test_pageable_payloads_are_copied_all_the_same():
     assert all(
         torch.equal(tensor[[1, 2]], tensor[[5, 0]]) for tensor in (t.view(torch.int16) for t in cache.tensors)
     )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="only one GPU")
+async def test_caches_on_two_gpus_are_copied_whatever_the_current_one():
+    def opened(layout):
+        (copier,) = open_copiers([layout])
+        assert isinstance(copier.mover, TritonMover)
+        return copier
+
+    for current, device in itertools.product(range(2), repeat=2):
+        with torch.cuda.device(current):
+            await check_copier(CacheForm(), opened, device=f"cuda:{device}", payload=pinned)
+            assert torch.cuda.current_device() == current
 
 
 def test_the_kernel_is_used_on_a_gpu():
