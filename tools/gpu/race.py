@@ -25,7 +25,7 @@ import torch
 
 from lmcache_async import CacheEngine, Namespace, load_config
 from lmcache_async.device.copier import CheckedJob, Copier, CopyJob, DeviceEvent, Fence
-from lmcache_async.device.cuda import CudaCopier, LaneStatistics, Streams, open_cuda_copiers
+from lmcache_async.device.cuda import CudaCopier, Streams, open_cuda_copiers
 from lmcache_async.device.layout import KVLayout
 from lmcache_async.device.movers import Mover, Step
 from lmcache_async.device.plan import Piece
@@ -190,9 +190,6 @@ class PoisoningCopier:
 
     def close(self) -> None:
         self._inner.close()
-
-    def statistics(self) -> tuple[LaneStatistics, LaneStatistics]:
-        return self._inner.statistics()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
