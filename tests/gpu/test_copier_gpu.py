@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -184,6 +185,34 @@ async def test_copies_end_while_the_model_computes(own_stream):
 
         assert not ended.query()
         torch.cuda.synchronize()
+
+
+async def test_copies_run_while_another_thread_captures_a_cuda_graph():
+    cache = CacheForm(tokens=16, heads=8, content=256, layers=4).build(64, device="cuda")
+    jobs = [pinned_job(cache.layout, list(range(start, start + 16))) for start in range(0, 64, 16)]
+    counter, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    began, copied = threading.Event(), threading.Event()
+
+    def capture():
+        with torch.cuda.graph(graph):
+            counter.add_(1)
+            began.set()
+            assert copied.wait(20)
+            counter.add_(1)
+
+    with copier_of(cache, staging_bytes=512 << 10) as copier:
+        await copier.gather(jobs)
+        await copier.scatter(jobs)
+        capturing = asyncio.ensure_future(asyncio.to_thread(capture))
+        await asyncio.to_thread(began.wait, 20)
+
+        await copier.gather(jobs)
+        await copier.scatter(jobs)
+        copied.set()
+        await capturing
+    graph.replay()
+
+    assert counter.item() == 2
 
 
 async def test_the_loop_runs_on_while_a_store_waits_for_the_model():
