@@ -439,6 +439,18 @@ async def test_a_connection_that_is_aborted_while_it_is_opened_is_gone_when_its_
     await connection.gone.wait()
 
 
+async def test_a_wait_for_a_closed_connection_that_is_cancelled_at_its_end_raises_the_cancellation():
+    for number in range(6):  # iterations of the loop between the end and the cancellation
+        connection = Connection("server", 1.0, copies=False)
+        waiting = asyncio.ensure_future(connection.wait_closed())
+        await turns(2)
+        connection.discard()
+        await turns(number)
+        cancelled = waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() is cancelled
+
+
 async def open_and_close(settings: ValkeyConfig) -> None:
     node = Node(settings.address.endpoints[0], ConnectionSettings(settings, (), None), lambda: None)
     try:
