@@ -66,6 +66,8 @@ MAX_BUFFERED_BYTES = 32 << 20
 
 _CLEAR_RETRY_S = 0.1
 
+_HELLO_ID = 0  # other messages have numbers from 1 on
+
 FIRST_PAUSE_S = 0.002
 LAST_PAUSE_S = 0.064
 SPACING_S = 0.001
@@ -599,14 +601,6 @@ class RankConnection:
             return None
         if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             return None  # the rank has read nothing for many lookups
-        return await self._ask(message)
-
-    def post(self, message: Message) -> None:
-        """Send a message without an answer. It is dropped while not connected."""
-        if self._writer is not None and not self._writer.is_closing():  # uvloop raises if it is closed
-            self._writer.write(encode(message))
-
-    async def _ask(self, message: Message) -> Message | None:
         self._next_id += 1
         message_id = self._next_id
         future: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()
@@ -617,29 +611,31 @@ class RankConnection:
         finally:
             del self._waiting[message_id]
 
+    def post(self, message: Message) -> None:
+        """Send a message without an answer. It is dropped while not connected."""
+        if self._writer is not None and not self._writer.is_closing():  # uvloop raises if it is closed
+            self._writer.write(encode(message))
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Receive until the connection is lost. Return whether the rank ever identified itself."""
         served = False
         try:
-            async with asyncio.TaskGroup() as group:
-                if not isinstance(self._address, TCPAddress):
-                    check_peer(writer)
-                self._writer = writer
-                group.create_task(self._greet())
-                while True:
-                    self._deliver(await receive(reader))
-        except* (EOFError, ConnectionError) as lost:
+            if not isinstance(self._address, TCPAddress):
+                check_peer(writer)
+            self._writer = writer
+            self.post({"id": _HELLO_ID, "op": "hello"})
+            while True:
+                self._deliver(await receive(reader))
+        except (EOFError, ConnectionError) as lost:
             if not self._closed_by_peer:
                 cause = f"lost {self._address}"
-                logger.log(
-                    logging.INFO, cause, "connection to rank %d is lost: %s", self._rank, lost.exceptions[0]
-                )
-        except* (OSError, ValueError) as bad:
+                logger.log(logging.INFO, cause, "connection to rank %d is lost: %s", self._rank, lost)
+        except (OSError, ValueError) as bad:
             logger.report(
                 f"bad {self._address}",
                 "all lookups are misses: rank %d cannot be queried: %s",
                 self._rank,
-                bad.exceptions[0],
+                bad,
             )
         finally:
             served = self.identity is not None
@@ -656,15 +652,13 @@ class RankConnection:
         if message.get("op") == "goodbye":
             self._closed_by_peer = True
         message_id = message.get("id")
+        if message_id == _HELLO_ID and "error" not in message:
+            self._greeted(Identity.of(message))
         future = self._waiting.get(message_id) if isinstance(message_id, int) else None
         if future is not None and not future.done():
             future.set_result(None if "error" in message else message)
 
-    async def _greet(self) -> None:
-        answer = await self._ask({"op": "hello"})
-        if answer is None:
-            return
-        identity = Identity.of(answer)
+    def _greeted(self, identity: Identity) -> None:
         if self._root not in (None, identity.root):
             raise ValueError("the rank reconnected with another namespace")
         self._root = identity.root

@@ -38,11 +38,14 @@ from lmcache_async.integration.vllm.lookup_server import (
     PROTOCOL,
     Identity,
     LookupServer,
+    encode,
     pack_runs,
+    receive,
     socket_path,
     unpack_keys,
 )
 from lmcache_async.logging import LimitedLogger
+from lmcache_async.testing.conformance.base import in_time
 from lmcache_async.testing.steps import turns
 
 CHUNK, BLOCK = 8, 2
@@ -741,3 +744,21 @@ async def test_lookups_of_a_rank_that_does_not_read_are_misses_before_memory_gro
             one.cancel()
         rank._writer.close()
         ended.set()
+
+
+async def test_a_connection_that_is_cancelled_while_a_rank_of_another_protocol_answers_ends(socket_dir: Path):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        message = await receive(reader)
+        writer.write(encode({"id": message["id"], "protocol": PROTOCOL + 1}))
+        await reader.read()
+        writer.close()
+
+    path = socket_dir / "rank.sock"
+    async with await asyncio.start_unix_server(answer, path):
+        for number in range(
+            30
+        ):  # iterations of the loop before the cancellation; the answer arrives in one of them
+            running = asyncio.ensure_future(RankConnection(0, path, lambda: None).run())
+            await turns(number)
+            running.cancel()
+            await in_time(asyncio.wait({running}))
