@@ -662,12 +662,15 @@ class RankEngine:
         self.loads_early = groups[0].layout.device.type == "cpu"
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop = LoopThread("lmcache-async")
-        self._serving = self._loop.submit(self._serve(self._loop, groups, opened))
+        serving = self._loop.submit(self._serve(self._loop, groups, opened))
         try:
-            opened.result()
+            concurrent.futures.wait([opened, serving], return_when=concurrent.futures.FIRST_COMPLETED)
+            if not opened.done():
+                serving.result()
         except BaseException:
             self._loop.close()
             raise
+        self._serving = serving
 
     def attach(self, engine: CacheEngine, loop: Loop, *groups: EngineGroup) -> LookupServer:
         """Use an open engine for the loads and stores of the following steps. Return its lookup server, not started."""
@@ -731,31 +734,26 @@ class RankEngine:
         self, loop: LoopThread, groups: Sequence[EngineGroup], opened: concurrent.futures.Future[None]
     ) -> None:
         """Keep engine and server open until stopped. One task opens and closes them."""
-        try:
-            opening = self._open_engine(
-                self.config,
-                layout=groups[0].layout,
-                namespace=groups[0].namespace,
-                watcher=self._events,
-                memory_watcher=self._memory,
-                replica=self._replica,
-                more_groups=groups[1:],
-            )
-            async with opening as engine:
-                server = self.attach(engine, loop, *groups)
-                await server.start()
-                try:
-                    self._feed = StatsFeed(engine)
-                    opened.set_result(None)
-                    await self._stop.wait()
-                finally:
-                    if self._feed is not None:
-                        self._feed.close()
-                    await server.aclose()
-        except BaseException as error:
-            if opened.done():
-                raise
-            opened.set_exception(error)
+        opening = self._open_engine(
+            self.config,
+            layout=groups[0].layout,
+            namespace=groups[0].namespace,
+            watcher=self._events,
+            memory_watcher=self._memory,
+            replica=self._replica,
+            more_groups=groups[1:],
+        )
+        async with opening as engine:
+            server = self.attach(engine, loop, *groups)
+            await server.start()
+            try:
+                self._feed = StatsFeed(engine)
+                opened.set_result(None)
+                await self._stop.wait()
+            finally:
+                if self._feed is not None:
+                    self._feed.close()
+                await server.aclose()
 
     def _identity(self, groups: Sequence[EngineGroup]) -> Identity:
         namespace = groups[self._groups.leading.index].namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from array import array
 from collections import Counter
@@ -18,6 +19,7 @@ import torch
 
 from lmcache_async.config import load_config
 from lmcache_async.device.layout import KVLayout
+from lmcache_async.engine import loop as loop_module
 from lmcache_async.engine.builder import EngineGroup
 from lmcache_async.errors import ConfigError
 from lmcache_async.hashing import Namespace
@@ -26,8 +28,9 @@ from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.jobs import SKIP, Job, JobPart, StepMetadata, WorkerReport
 from lmcache_async.integration.vllm.lookup_server import encode, receive, socket_path
 from lmcache_async.integration.vllm.worker import RankEngine, Transfers, WorkerConnector
+from lmcache_async.memory.threads import wait_done
 from lmcache_async.metrics.metrics import EngineMetrics
-from lmcache_async.testing.steps import turns
+from lmcache_async.testing.steps import DEADLINE_S, turns
 from lmcache_async.types import RetrieveReport, StoreReport
 from tests.support.broken_loop import BrokenLoops
 from tests.support.vllm_simulator import Until
@@ -561,6 +564,44 @@ def test_when_the_loop_thread_ends_by_itself_every_job_is_reported_once_and_vllm
     side.close()
     assert side.take_finished() == set()
     assert side.take_report() is None
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["cancelled", "not cancelled"])
+def test_when_the_loop_thread_ends_while_the_engine_is_opened_the_start_fails(
+    socket_dir: Path, layout: KVLayout, monkeypatch: pytest.MonkeyPatch, ends: bool
+):
+    monkeypatch.setattr(loop_module, "LAST_S", 0.01)
+    loops = BrokenLoops(monkeypatch)
+
+    @contextlib.asynccontextmanager
+    async def open_engine(*args: Any, **kwargs: Any) -> AsyncIterator[Engine]:
+        loops.break_one(asyncio.get_running_loop().call_soon)
+        opened = asyncio.get_running_loop().create_future()
+        await (opened if ends else wait_done(opened))
+        yield Engine()
+
+    side = RankEngine(
+        load_config(env={}, extra={"chunk_size": CHUNK}),
+        rank=0,
+        groups=KVGroups((KVGroup(0, BLOCK),)),
+        address=socket_path(socket_dir, "engine", 0),
+        open_engine=open_engine,
+    )
+    errors: list[BaseException] = []
+
+    def start(side: RankEngine, errors: list[BaseException]) -> None:
+        try:
+            side.open(EngineGroup(layout, NAMESPACE))
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    starting = threading.Thread(target=start, args=(side, errors), daemon=True)
+    starting.start()
+    starting.join(DEADLINE_S)
+    assert [isinstance(error, Exception) for error in errors] == [True]
+    side.close()
+    del side, errors
+    gc.collect()  # asyncio logs now that the task never ended, and not during another test
 
 
 def test_the_end_of_a_numbered_step_is_reported_once(worker: Worker):
