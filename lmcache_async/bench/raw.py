@@ -144,6 +144,7 @@ class RespSockets:
         parts = urlsplit(self._url)
         if parts.scheme == "unix":
             connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(SOCKET_TIMEOUT_S)
             connection.connect(parts.path)
         else:
             connection = connect_tcp(parts.hostname or "127.0.0.1", parts.port or 6379)

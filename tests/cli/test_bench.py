@@ -6,14 +6,16 @@ import fcntl
 import json
 import math
 import resource
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from lmcache_async.bench import raw
 from lmcache_async.bench.raw import move_all
-from tests.support.daemons import WAITS
+from tests.support.daemons import WAITS, socket_path
 from tests.support.valkey_servers import running
 from tools.benchmarks.servers import host_daemon, valkey_server
 
@@ -155,6 +157,17 @@ def test_the_time_of_a_limit_begins_when_its_threads_run(monkeypatch):
     move_all(lambda worker, item: events.append("item"), range(3), range(5), 1)
 
     assert events == [*["thread"] * 3, "clock", *["item"] * 5, "clock"]
+
+
+def test_the_client_of_a_server_that_does_not_answer_at_its_unix_socket_gives_up(monkeypatch):
+    monkeypatch.setattr(raw, "SOCKET_TIMEOUT_S", 0.01)
+    with socket_path() as path, socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        client = raw.RespSockets(f"unix://{path}", 1, ["name"], [memoryview(b"record")])
+
+        with pytest.raises(TimeoutError):
+            client.clear()
 
 
 def test_a_tier_that_evicts_the_records_is_reported(invoke):
