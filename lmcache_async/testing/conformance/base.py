@@ -287,7 +287,7 @@ def start_threads_of_loop() -> None:
     """Give the running loop a default executor whose threads are all started, so that no call of a tier starts one."""
     executor = ThreadPoolExecutor(LOOP_THREADS)
     asyncio.get_running_loop().set_default_executor(executor)
-    started = threading.Barrier(LOOP_THREADS + 1)
+    started = threading.Barrier(LOOP_THREADS + 1, timeout=DEADLINE_S)
     for _ in range(LOOP_THREADS):
         executor.submit(started.wait)
     started.wait()
