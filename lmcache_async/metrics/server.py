@@ -121,9 +121,11 @@ class StatusServer:
         tasks = (*self._tasks, *self._connections)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for listener in self._listeners:
+                listener.close()
         await self._server.shutdown(_CLOSE_S)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:

@@ -233,6 +233,20 @@ async def test_closing_the_server_ends_all_connections() -> None:
         await asyncio.open_connection(parts.hostname, parts.port)
 
 
+async def test_a_server_whose_closing_is_cancelled_does_not_listen_any_more() -> None:
+    server = serve()
+    await server.__aenter__()
+    address = urlsplit(server.url)
+    closing = asyncio.ensure_future(server.__aexit__())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+
+    assert closing.cancelled()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(address.hostname, address.port)
+
+
 async def test_an_error_of_the_source_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
     async with serve(source) as server:
