@@ -179,8 +179,8 @@ class TierHandle:
     TierError if the tier fails.
 
     Args:
-        close_timeout_s: Seconds that closing waits for abandoned calls, and then for the tier; at most
-            `timeout_s`, which is also the default.
+        close_timeout_s: Seconds that closing waits for abandoned calls, then for the tier, and then for its clean-up after
+            a cancellation; at most `timeout_s`, which is also the default.
         watcher: Receives the tier's chunk events. Deletions by a shared backend itself are not reported.
         memory_watcher: Receives them too if the tier is in the arena and has a local index, so that all are reported.
 
@@ -223,6 +223,9 @@ class TierHandle:
             self._timeout_s = math.inf
         else:
             self.layers = _with_deadline(layers, LayerContext(name, "deadline", timeout_s, logger))
+        self._life: asyncio.Task[None]
+        self._opened: asyncio.Future[None]
+        self._closing: asyncio.Event
         self._deadlines = [layer for layer in self.layers if isinstance(layer, DeadlineLayer)]
         self._call = self._composed(self.layers)
         self._call_clear = self._composed(self._deadlines)
@@ -248,23 +251,25 @@ class TierHandle:
 
         An error that is not derived from Exception is converted to a TierError, unless it ends the calling task.
         """
-        task = running_task()
+        self._opened, self._closing = asyncio.get_running_loop().create_future(), asyncio.Event()
+        self._life = asyncio.ensure_future(self._open_and_close())
+        # Its error, which `asyncio` would log otherwise, is raised or reported below, or the tier is abandoned.
+        self._life.add_done_callback(lambda life: life.cancelled() or life.exception())
+        is_open = has_failed = False
         try:
-            async with asyncio.timeout(self._open_timeout_s) as timeout:
-                try:
-                    await self._tier.__aenter__()
-                except BaseException as error:
-                    if isinstance(error, Exception) or is_ending(error, task):
-                        raise
-                    failure = self._convert("opening", error)
-                    raise failure from failure.__cause__
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
+            calls = {self._life, self._opened}
+            await asyncio.wait(calls, timeout=self._open_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_open, has_failed = self._opened.done(), self._life.done()
+        finally:
+            if not is_open:
+                await self._end(timeout_s=0.0)
+        if has_failed:
+            self._life.result()
+        if not is_open:
             raise TierUnavailableError(
                 f"tier {self.name!r}: did not open within {self._open_timeout_s} s;"
                 " check that its backend answers, or raise open_timeout_s of the tier"
-            ) from error
+            )
         self._update_capabilities()
         return self
 
@@ -273,16 +278,43 @@ class TierHandle:
         try:
             await self.drain(timeout_s=self._close_timeout_s)
         finally:
-            await self._close()
+            if not await self._end(timeout_s=self._close_timeout_s):
+                self._report("close", f"did not close within {self._close_timeout_s} s; it is abandoned")
+            elif not self._life.cancelled() and (failure := self._life.exception()) is not None:
+                self._report("closing", f"closing failed: {describe(failure)}")
 
-    async def _close(self) -> None:
+    async def _open_and_close(self) -> None:
+        """Open the tier, and close it when `_closing` is set, in one task.
+
+        The task can be abandoned. The tier may suppress a cancellation, as `in_thread` does while a thread runs.
+        """
+        task = running_task()
         try:
-            async with asyncio.timeout(self._close_timeout_s):
-                await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
-        except TimeoutError:
-            self._report("close", f"did not close within {self._close_timeout_s} s; it is abandoned")
-        except LMCacheAsyncError as failure:
-            self._report("closing", f"closing failed: {describe(failure)}")
+            await self._tier.__aenter__()
+        except BaseException as error:
+            if isinstance(error, Exception) or is_ending(error, task):
+                raise
+            failure = self._convert("opening", error)
+            raise failure from failure.__cause__
+        self._opened.set_result(None)
+        try:
+            await self._closing.wait()
+        finally:
+            await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
+
+    async def _end(self, *, timeout_s: float) -> bool:
+        """Let the tier close. If it has not after `timeout_s`, or if cancelled, cancel it and wait for its clean-up.
+
+        Return whether it has closed in time.
+        """
+        self._closing.set()
+        try:
+            ended, _ = await asyncio.wait({self._life}, timeout=timeout_s)
+        finally:
+            if not self._life.done():
+                self._life.cancel()
+                await asyncio.wait({self._life}, timeout=self._close_timeout_s)
+        return bool(ended)
 
     def lookup(
         self, keys: Sequence[ChunkKey], *, exact: bool = False, deadline: float = math.inf

@@ -12,6 +12,7 @@ from lmcache_async.memory.buffer import Buffer
 from lmcache_async.memory.threads import wait_done
 from lmcache_async.testing.fakes import DictTier, FaultyTier
 from lmcache_async.testing.records import allocator, small_arena
+from lmcache_async.testing.steps import turns
 from lmcache_async.tiers.base import Capabilities
 from lmcache_async.tiers.handle import TierHandle
 from lmcache_async.tiers.layers.around import AroundLayer
@@ -118,6 +119,106 @@ async def test_a_tier_that_never_closes_is_left_if_the_wait_for_an_abandoned_cal
     ended.set()
 
     assert "tier 't': did not close within 0 s" in caplog.text
+
+
+class _Stubborn(DictTier):
+    """A tier that suppresses cancellation, as `in_thread` does while a thread runs, until `ended` is done.
+
+    Attributes:
+        events: Ends of `__aenter__` and `__aexit__`, with the task that has called them.
+    """
+
+    def __init__(self, *, opens):
+        super().__init__()
+        self.opens = opens
+        self.ended = asyncio.get_running_loop().create_future()
+        self.events = []
+
+    async def __aenter__(self):
+        if not self.opens:
+            await wait_done(self.ended)
+        self.events.append(("opened", asyncio.current_task()))
+        return self
+
+    async def __aexit__(self, *_):
+        if self.opens:
+            await wait_done(self.ended)
+        self.events.append(("closed", asyncio.current_task()))
+
+
+@in_virtual_time
+async def test_a_tier_that_opens_after_the_deadline_because_it_suppresses_cancellation_is_closed_again():
+    inner = _Stubborn(opens=False)
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = TierHandle(inner, name="t", timeout_s=5, open_timeout_s=3, logger=logger)
+    with pytest.raises(TierUnavailableError, match=r"'t': did not open within 3 s"):
+        await tier.__aenter__()
+    inner.ended.set_result(None)
+    await turns(5)
+
+    assert [event for event, _ in inner.events] == ["opened", "closed"]
+
+
+@in_virtual_time
+async def test_a_tier_that_never_closes_is_left_although_it_suppresses_cancellation(caplog):
+    inner = _Stubborn(opens=True)
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = TierHandle(inner, name="t", timeout_s=5, close_timeout_s=3, logger=logger)
+    async with tier:
+        pass
+    assert "tier 't': did not close within 3 s; it is abandoned" in caplog.text
+    inner.ended.set_result(None)
+
+
+async def test_a_tier_is_opened_and_closed_by_one_task():
+    inner = _Stubborn(opens=True)
+    inner.ended.set_result(None)
+    tier = TierHandle(inner, name="t", timeout_s=5, logger=LimitedLogger(logging.getLogger("test")))
+    for call in (tier.__aenter__, tier.__aexit__):
+        await asyncio.ensure_future(call())
+
+    (first, opened_by), (last, closed_by) = inner.events
+    assert (first, last) == ("opened", "closed")
+    assert opened_by is closed_by
+
+
+async def test_an_opening_that_is_cancelled_at_any_moment_leaves_no_open_tier():
+    for number in range(8):  # iterations of the loop before the cancellation
+        inner = _Stubborn(opens=True)
+        inner.ended.set_result(None)
+        tier = TierHandle(inner, name="t", timeout_s=5, logger=LimitedLogger(logging.getLogger("test")))
+        opening = asyncio.ensure_future(tier.__aenter__())
+        await turns(number)
+        opening.cancel()
+        await asyncio.wait({opening})
+        if not opening.cancelled():
+            await tier.__aexit__()
+
+        assert [event for event, _ in inner.events] in ([], ["opened", "closed"])
+
+
+@in_virtual_time
+async def test_a_closing_that_is_cancelled_waits_until_the_tier_has_cleaned_up():
+    cleaned_up = asyncio.Event()
+
+    class Slow(_Stuck):
+        async def __aexit__(self, *_):
+            try:
+                await super().__aexit__()
+            finally:
+                await asyncio.sleep(1)
+                cleaned_up.set()
+
+    logger = LimitedLogger(logging.getLogger("test"))
+    tier = TierHandle(Slow(opens=True), name="t", timeout_s=5, close_timeout_s=3, logger=logger)
+    await tier.__aenter__()
+    closing = asyncio.ensure_future(tier.__aexit__())
+    await turns(3)
+    closing.cancel()
+    await asyncio.wait({closing})
+
+    assert closing.cancelled()
+    assert cleaned_up.is_set()
 
 
 @pytest.mark.parametrize(
