@@ -186,9 +186,12 @@ class StatusServer:
         finally:
             if self._tls is not None:  # without TLS, connecting ends within one iteration of the loop
                 connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
+            try:
+                await asyncio.gather(connecting, return_exceptions=True)
+            finally:  # also if cancelled again
+                if handler.transport is not None:
+                    handler.transport.abort()
             if handler.transport is not None:
-                handler.transport.abort()
                 await handler.ended
 
 

@@ -16,6 +16,8 @@ from lmcache_async.errors import ConfigError
 from lmcache_async.metrics import http
 from lmcache_async.metrics.endpoint import status_server
 from lmcache_async.metrics.server import StatusServer
+from lmcache_async.testing.conformance.base import in_time
+from lmcache_async.testing.steps import turns
 from tests.support.certificates import Authority
 from tests.support.http_client import DEADLINE_S, ask
 from tests.support.secret_files import secret_file
@@ -245,6 +247,24 @@ async def test_a_server_whose_closing_is_cancelled_does_not_listen_any_more() ->
     assert closing.cancelled()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(address.hostname, address.port)
+
+
+@pytest.mark.parametrize("turns_after", [1, 2, 3, 4])
+async def test_a_server_whose_closing_is_cancelled_has_no_connection_any_more(turns_after: int) -> None:
+    for number in range(8):  # iterations of the loop before the server is closed
+        server = serve()
+        await server.__aenter__()
+        address = urlsplit(server.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        await turns(number)
+        closing = asyncio.ensure_future(server.__aexit__())
+        await turns(turns_after)
+        closing.cancel()
+        await asyncio.wait({closing})
+
+        with contextlib.suppress(ConnectionResetError):
+            assert await in_time(reader.read()) == b""
+        writer.close()
 
 
 async def test_an_error_of_the_source_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
