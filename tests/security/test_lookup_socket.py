@@ -229,6 +229,21 @@ async def test_a_place_that_another_engine_serves_is_not_taken_from_it(directory
     await second.aclose()
 
 
+async def test_a_place_whose_server_is_busy_is_not_taken_from_it(directory):
+    with contextlib.ExitStack() as sockets:
+        first = sockets.enter_context(socket.socket(socket.AF_UNIX))
+        first.bind(str(directory / "s"))
+        first.listen(0)
+        with contextlib.suppress(BlockingIOError):  # the queue of connections to accept is full
+            while True:
+                waiting = sockets.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(directory / "s"))
+
+        with pytest.raises(ConfigError, match=r"engine_id: another process serves"):
+            await server_at(directory / "s").start(wait_s=0)
+
+
 async def test_a_path_released_in_time_is_taken(directory):
     first, second = server_at(directory / "s"), server_at(directory / "s")
     await first.start()

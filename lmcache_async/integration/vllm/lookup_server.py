@@ -153,7 +153,10 @@ async def receive(reader: asyncio.StreamReader) -> Message:
 
 def check_peer(writer: asyncio.StreamWriter) -> int:
     """Return the process id of the peer. Raises a PermissionError if it belongs to another user."""
-    connection = writer.get_extra_info("socket")
+    return _check_user(writer.get_extra_info("socket"))
+
+
+def _check_user(connection: socket.socket) -> int:
     process, user = peer_of(connection)
     if user != os.geteuid():
         raise PermissionError(f"the peer's process {process} belongs to user {user}, expected {os.geteuid()}")
@@ -391,10 +394,11 @@ class LookupServer:
 
     async def _start_unix(self, path: Path, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
-        while (process := await _listener(path)) is not None:
+        while (process := _listener(path)) is not None:
             if time.monotonic() >= deadline:
+                name = f"process {process}" if process else "another process"
                 raise ConfigError(
-                    f"kv_transfer_config.engine_id: process {process} serves {path} already;"
+                    f"kv_transfer_config.engine_id: {name} serves {path} already;"
                     " give each vLLM a separate engine_id, or none"
                 )
             await asyncio.sleep(_RETRY_S)
@@ -607,21 +611,17 @@ def _num_bytes(value: object) -> int:
     return len(value) if isinstance(value, bytes) else 0
 
 
-async def _listener(path: Path) -> int | None:
-    """Return the id of the process that listens on `path`, 0 if in another PID namespace; None if there is none."""
+def _listener(path: Path) -> int | None:
+    """Return the id of the process that listens on `path`, 0 if it is not known; None if there is none."""
     try:
-        async with asyncio.timeout(1.0):
-            _, writer = await asyncio.open_unix_connection(path)
-    except (OSError, TimeoutError):
-        return None
-    try:
-        process = check_peer(writer)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.setblocking(False)
+            connection.connect(str(path))
+            process = _check_user(connection)
         if process:  # 0 means another PID namespace, so it is running
             os.kill(process, 0)
-    except ProcessLookupError:
-        return None  # only its children still have the socket
-    except PermissionError:
-        return None  # another user's process; the directory is ours
-    finally:
-        writer.close()
+    except BlockingIOError:
+        return 0  # it accepts no connections now
+    except OSError:
+        return None  # nobody listens, only children of the process do, or another user, although the directory is ours
     return process
