@@ -44,11 +44,16 @@ class Rig:
         self.config = DiskConfig(path=root, max_bytes=8 * SLAB_BYTES, io_threads=1, **options)  # type: ignore[arg-type]
         self.arena: Arena = small_arena(8)
 
+    def tier(self) -> DiskTier:
+        tier = DiskTier(self.config)
+        tier.bind(self.arena)
+        return tier
+
     async def allocate(self, nbytes: int) -> Buffer:
         return await self.arena.lease(nbytes, timeout_s=5)
 
     async def fill(self) -> None:
-        async with DiskTier(self.config) as tier:
+        async with self.tier() as tier:
             for number in range(len(LENGTHS)):
                 await self.put(tier, number)
 
@@ -115,9 +120,14 @@ def damage(rig: Rig, changes: list[tuple[int, list[Damage]]], swaps: list[tuple[
     return {number for number, content in before.items() if rig.path(number).read_bytes() == content}
 
 
+def longer_than_a_slab(data: bytes) -> bytes:
+    return data + bytes(SLAB_BYTES)
+
+
 def test_any_damage_to_records_on_disk():
     @effort
     @given(damaged, swaps, st.booleans(), st.booleans(), st.booleans())
+    @example(changes=[(0, [longer_than_a_slab])], swapped=[], reopen=True, quarantine=False, scrub=False)
     def check(
         changes: list[tuple[int, list[Damage]]],
         swapped: list[tuple[int, int]],
@@ -128,7 +138,7 @@ def test_any_damage_to_records_on_disk():
         async def do(rig: Rig) -> None:
             await rig.fill()
             whole = damage(rig, changes, swapped) if reopen else set()
-            async with DiskTier(rig.config) as tier:
+            async with rig.tier() as tier:
                 if not reopen:
                     whole = damage(rig, changes, swapped)
                 with bounded_memory(MAX_BYTES):
@@ -235,7 +245,7 @@ def test_any_thing_in_the_directory_at_the_start():
             outside.mkdir()
             (outside / "file").write_bytes(b"not ours")
             others = foreign(rig.config.root)
-            tier = DiskTier(rig.config)
+            tier = rig.tier()
             refusal = ""
             with bounded_memory(MAX_BYTES):
                 try:
