@@ -69,9 +69,8 @@ class ClientConnection(asyncio.BaseProtocol, ABC):
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed, at most `CLOSE_S`. Call `abort` first."""
-        with contextlib.suppress(
-            TimeoutError
-        ):  # not `wait_for`, which may lose a cancellation before Python 3.12
+        # Not `wait_for`, which may lose a cancellation before Python 3.12.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.gone.wait()
 

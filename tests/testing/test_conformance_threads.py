@@ -25,9 +25,8 @@ def test_threads_of_a_loop_end_if_not_all_can_be_started(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(base, "DEADLINE_S", 0.01)
     monkeypatch.setattr(threading.Thread, "start", start_one)
-    ending = threading.Thread(
-        target=asyncio.run, args=(run(),), daemon=True
-    )  # it waits for the threads of the loop
+    # `asyncio.run` waits for the threads of the loop.
+    ending = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
     start(ending)
     ending.join(10)
     assert not ending.is_alive()

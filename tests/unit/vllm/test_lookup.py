@@ -755,9 +755,8 @@ async def test_a_connection_that_is_cancelled_while_a_rank_of_another_protocol_a
 
     path = socket_dir / "rank.sock"
     async with await asyncio.start_unix_server(answer, path):
-        for number in range(
-            30
-        ):  # iterations of the loop before the cancellation; the answer arrives in one of them
+        # Iterations of the loop before the cancellation; the answer arrives in one of them.
+        for number in range(30):
             running = asyncio.ensure_future(RankConnection(0, path, lambda: None).run())
             await turns(number)
             running.cancel()
