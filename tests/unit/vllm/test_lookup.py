@@ -748,10 +748,10 @@ async def test_lookups_of_a_rank_that_does_not_read_are_misses_before_memory_gro
 
 async def test_a_connection_that_is_cancelled_while_a_rank_of_another_protocol_answers_ends(socket_dir: Path):
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        message = await receive(reader)
-        writer.write(encode({"id": message["id"], "protocol": PROTOCOL + 1}))
-        await reader.read()
-        writer.close()
+        with contextlib.closing(writer), contextlib.suppress(EOFError):
+            message = await receive(reader)
+            writer.write(encode({"id": message["id"], "protocol": PROTOCOL + 1}))
+            await reader.read()
 
     path = socket_dir / "rank.sock"
     async with await asyncio.start_unix_server(answer, path):
