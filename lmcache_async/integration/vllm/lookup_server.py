@@ -623,5 +623,7 @@ def _listener(path: Path) -> int | None:
     except BlockingIOError:
         return 0  # it accepts no connections now
     except OSError:
-        return None  # nobody listens, only children of the process do, or another user, although the directory is ours
+        # The socket has no listener, the process has ended and only its children hold the socket, or the listener belongs
+        # to another user. The directory is private, so the path may be used.
+        return None
     return process
