@@ -257,13 +257,15 @@ def child(*arguments: str) -> Part:
     return Part("race", "a child", 1.0, lambda options, result, seconds: list(arguments), command.read_json)
 
 
-def test_a_part_that_exceeds_its_time_limit_is_ended(tmp_path):
-    part = child("-c", "import signal; print('here', flush=True); signal.pause()")
+def test_a_part_that_exceeds_its_time_limit_is_ended_and_its_temporary_files_are_deleted(tmp_path):
+    program = "import signal, tempfile; print(tempfile.mkdtemp(), flush=True); signal.pause()"
 
-    ended = command.run_part(part, Options("cpu", True, 0, tmp_path), 1.0)
+    ended = command.run_part(child("-c", program), Options("cpu", True, 0, tmp_path), 1.0)
 
     assert ended.status == "time limit"
     assert ended.result == {}
+    assert ended.output.strip()
+    assert not Path(ended.output.strip()).exists()
 
 
 @pytest.mark.parametrize("module", ["tools.gpu", "tools.gpu.serving"])

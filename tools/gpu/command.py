@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -153,17 +154,20 @@ def run_part(part: Part, options: Options, limit: float) -> Ended:
     command = part.command(options, result, max(limit - SPARE_S, limit / 2))
     log = options.out / f"{part.name}.log"
     start = time.monotonic()
-    exit_status = run_logged(
-        [sys.executable, *command],
-        log,
-        cwd=ROOT,
-        environment=environment(
-            options.out / "metadata",
-            device=options.device,
-            interpret=part.interpret and options.device == "cpu",
-        ),
-        timeout_s=limit,
+    made = environment(
+        options.out / "metadata",
+        device=options.device,
+        interpret=part.interpret and options.device == "cpu",
     )
+    # A part that is killed cannot delete its temporary files.
+    with tempfile.TemporaryDirectory(prefix="tools-gpu-") as temporary:
+        exit_status = run_logged(
+            [sys.executable, *command],
+            log,
+            cwd=ROOT,
+            environment=made | {"TMPDIR": temporary},
+            timeout_s=limit,
+        )
     status = "time limit" if exit_status is None else "failed" if exit_status else "passed"
     text = log.read_text(encoding="utf-8", errors="replace")
     try:
