@@ -10,7 +10,7 @@ from lmcache_async import Layer, LayerConfig
 from lmcache_async.tiers.middleware.base import Call, LayerContext, Next, Results, Verb
 from lmcache_async.tiers.middleware.deadline import DeadlineConfig, DeadlineLayer
 
-DEADLINE_S = 2.0
+DEADLINE_S = 0.2
 
 
 class LateReadsConfig(LayerConfig):
