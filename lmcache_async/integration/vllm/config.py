@@ -139,7 +139,7 @@ def _drafts_with_kv(vllm_config: Any) -> bool:
 def uses_tcp(config: EngineConfig, vllm_config: Any) -> bool:
     """Whether the scheduler reaches the lookup servers of the ranks over TCP, because they may be on other hosts."""
     parallel = vllm_config.parallel_config
-    several_hosts = getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray"
+    several_hosts = getattr(parallel, "nnodes", 1) > 1 or parallel.use_ray
     return config.vllm.lookup_transport == "tcp" or (config.vllm.lookup_transport == "auto" and several_hosts)
 
 

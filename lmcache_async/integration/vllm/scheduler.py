@@ -1005,14 +1005,20 @@ def _warn_of_lost_writes(
     vllm_config: Any, config: EngineConfig, capabilities: Mapping[str, Capabilities]
 ) -> None:
     """Warn if vLLM kills its workers before the engine can write its queues, and name the option that prevents it."""
+    tiers = ", ".join(name for name, each in capabilities.items() if each.persistent)
     timeout_s = shutdown_timeout_s(vllm_config)
-    if timeout_s is None or timeout_s >= config.shutdown_timeout_s:
-        return
-    if tiers := [name for name, each in capabilities.items() if each.persistent]:
-        logging.getLogger(__name__).warning(
+    log = logging.getLogger(__name__)
+    if tiers and vllm_config.parallel_config.use_ray:
+        log.warning(
+            "stopping vLLM loses writes queued for %s: vLLM kills workers that are Ray actors at once, whatever the value"
+            " of --shutdown-timeout. --distributed-executor-backend mp avoids this",
+            tiers,
+        )
+    elif tiers and timeout_s is not None and timeout_s < config.shutdown_timeout_s:
+        log.warning(
             "stopping vllm serve loses writes queued for %s: vLLM kills its workers after %g s, and closing takes up to"
             " %g s (shutdown_timeout_s). Start vLLM with --shutdown-timeout 30",
-            ", ".join(tiers),
+            tiers,
             timeout_s,
             config.shutdown_timeout_s,
         )

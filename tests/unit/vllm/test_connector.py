@@ -27,12 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     supports_hma,
 )
 from vllm.logging_utils import NewLineFormatter
+from vllm.v1.executor import Executor
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_async.config import load_config
 from lmcache_async.errors import ConfigError
 from lmcache_async.integration.vllm import connector as module
-from lmcache_async.integration.vllm.config import awaited_tokens, layerwise_tokens
+from lmcache_async.integration.vllm.config import awaited_tokens, layerwise_tokens, uses_tcp
 from lmcache_async.integration.vllm.connector import LMCacheAsyncConnector
 from lmcache_async.integration.vllm.events import hit_sources
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
@@ -443,3 +444,49 @@ def test_a_stop_that_loses_queued_writes_is_warned_of_once(
     ]
     assert len(found) == warns
     assert all("queued for disk: " in line for line in found)
+
+
+@pytest.mark.parametrize("executor", ["ray", "class"])
+@pytest.mark.parametrize(("tiers", "warns"), [(["cpu"], False), (["cpu", DISK], True)])
+def test_queued_writes_are_lost_with_ray_whatever_the_timeout(
+    tmp_path: Path, caplog, executor: str, tiers: list[Any], warns: bool
+):
+    """Workers that are Ray actors are killed, without a call of `shutdown`."""
+    tiers = [tier if isinstance(tier, str) else tier | {"path": str(tmp_path / "kv")} for tier in tiers]
+    setup = Setup(folder=tmp_path / "model", options={"tiers": tiers})
+    config = vllm_config(setup)
+    object.__setattr__(config, "shutdown_timeout", 300)
+    config.parallel_config.distributed_executor_backend = executors()[executor]
+
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        LMCacheAsyncConnector(config, role, kv_cache_config(setup)).shutdown()
+
+    found = [record.getMessage() for record in caplog.records if "loses writes queued" in record.getMessage()]
+    assert len(found) == warns
+    assert all("queued for disk: " in line and "Ray" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("transport", "executor", "nodes", "tcp"),
+    [
+        ("auto", "mp", 1, False),
+        ("auto", "mp", 2, True),
+        ("auto", "ray", 1, True),
+        ("auto", "class", 1, True),
+        ("unix", "ray", 1, False),
+        ("tcp", "mp", 1, True),
+    ],
+)
+def test_lookups_use_tcp_if_workers_may_be_on_other_hosts(
+    setup: Setup, transport: str, executor: str, nodes: int, tcp: bool
+):
+    config = vllm_config(setup)
+    config.parallel_config.distributed_executor_backend = executors()[executor]
+    config.parallel_config.nnodes = nodes
+
+    assert uses_tcp(load_config(env={}, extra={"vllm.lookup_transport": transport}), config) is tcp
+
+
+def executors() -> dict[str, Any]:
+    """Executors by name. A class that uses Ray stands for vLLM's, which cannot be imported without Ray."""
+    return {"mp": "mp", "ray": "ray", "class": type("RayExecutor", (Executor,), {"uses_ray": True})}
