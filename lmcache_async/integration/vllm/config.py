@@ -400,6 +400,9 @@ def unsupported_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
         return reason
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is on; it is not supported"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # The schedulers must plan the same steps, but loads and stores end at other times in each process.
+        return "each rank has a scheduler of its own (external_launcher). Use --distributed-executor-backend mp or ray"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales is on: the KV would depend on the first prompt that was served"
     return _prefix_reason(vllm_config, kv_cache_config)

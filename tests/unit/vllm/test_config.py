@@ -579,6 +579,7 @@ def pooling(kind: str) -> dict[str, Any]:
 
 NO_PREFIX_CACHING = {"cache_config.enable_prefix_caching": False}
 UNCHUNKED = {"scheduler_config.enable_chunked_prefill": False}
+LAUNCHED = {"parallel_config.distributed_executor_backend": "external_launcher"}
 SEVERAL_KINDS: list[tuple[list[Any], dict[str, Any], str]] = [
     ([FULL, STATE], {}, ""),
     ([STATE], {}, ""),
@@ -612,6 +613,8 @@ SEVERAL_KINDS: list[tuple[list[Any], dict[str, Any], str]] = [
         ([dataclasses.replace(FULL, non_causal=True)], {}, "causal"),
         ([FULL], {"parallel_config.decode_context_parallel_size": 2}, "context"),
         ([FULL], {"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "calculate"),
+        ([FULL], LAUNCHED, ""),
+        ([FULL], LAUNCHED | {"parallel_config.world_size": 2}, "a scheduler of its own"),
         *(pytest.param(*each, marks=pytest.mark.kv_groups) for each in SEVERAL_KINDS),
     ],
 )
