@@ -163,7 +163,7 @@ def build(
         for copier in copiers:
             undo.callback(copier.close)
         workers = WorkerPool(config.copy_threads, thread_name_prefix="lmcache-async-work")
-        undo.callback(workers.shutdown)  # its running calls wait for nothing and end by themselves
+        undo.callback(workers.shutdown)  # its calls do not wait for I/O, so the running ones end soon
         max_pinned = int(arena.num_slabs * config.vllm.max_pinned_fraction)
         runners = _RunnerMaker(config, registry, arena, stack, max_pinned)
         built = []
@@ -325,7 +325,7 @@ class _RunnerMaker:
             batch.scope.add(await self._stack.reserve_writes(keys, timeout_s=deadline - clock()))
 
     async def _admit_retrieve(self, copier: Copier, batch: Batch, num_chunks: int, timeout_s: float) -> None:
-        """Wait for the fence of the load if bytes of loads are in flight. One batch is read before that if there are none.
+        """Wait for the fence of the load. If no other load has bytes in flight, do not wait: its first batch is read meanwhile.
 
         Raises:
             BudgetExceededError: The fence was not reached within `timeout_s`.

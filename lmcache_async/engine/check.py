@@ -110,8 +110,8 @@ def _collected(lines: list[str], where: str, part: str = "", *, what: str = "it"
     Args:
         lines: Lines of the errors so far.
         where: The place in the configuration; added to lines without one.
-        part: The part of the configuration in that place. A line that names it has a place already.
-        what: What cannot be created if the error is none of this package.
+        part: The part of the configuration in that place. A line that names the part already has a place.
+        what: What cannot be created, for the message of an error that is not an LMCacheAsyncError.
     """
     try:
         yield

@@ -25,8 +25,8 @@ class CostLine:
     """Seconds as a linear function of a count: a latency, and a cost per item.
 
     Least squares over all observations. Weights decay exponentially, so that the line follows changes of the
-    speed. If the fitted line falls or has a negative latency, the latency is taken as zero, because a few
-    similar observations do not determine it.
+    speed. If the fit gives a negative slope or a negative latency, as a few similar observations can, the line
+    through the origin is used instead.
 
     The weight of an observation decays by the factor `memory` with each later one.
     """

@@ -399,10 +399,10 @@ class CacheEngine:
                 _, late = await asyncio.wait(running, timeout=timeout_s)
                 if late:
                     raise TierUnavailableError(
-                        f"{len(late)} calls did not end in {timeout_s} s; nothing cleared"
+                        f"{len(late)} calls did not end in {timeout_s} s; nothing was cleared"
                     )
             if not await self.flush(timeout_s=timeout_s):
-                raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing cleared")
+                raise TierUnavailableError(f"writes did not end in {timeout_s} s; nothing was cleared")
             removed = 0
             failure: TierError | None = None
             for stacked in self._parts.stack.tiers:

@@ -25,8 +25,8 @@ USUAL_ARENA_LAYERS = (LayerSpec.model_validate("metrics"),)
 """Default layers of a tier in the arena."""
 
 TIER_CLOSE_S, MIN_CLOSE_S = 3.0, 0.1
-"""Longest wait for the running calls of a tier, and then for its closing, after its queue was written; and its minimum, with
-which a tier that works can close even if `shutdown_timeout_s` is 0."""
+"""Maximum and minimum of the time limit for the running calls of a tier, and again for its closing, in seconds. They apply after
+its queue was written. With the minimum, a working tier can close even if `shutdown_timeout_s` is 0."""
 
 
 def stacked_tiers(

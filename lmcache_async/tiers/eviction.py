@@ -16,8 +16,8 @@ MIN_HINTS = 1 << 12
 MAX_HINTS = 1 << 16
 
 MAX_STEPS = 64
-"""Chunks that are not stored, between a chunk and its nearest stored predecessor, of which both are still linked. Each `add` may
-take so many steps, also if nothing is stored, as in a full tier that refuses a long prompt."""
+"""A chunk is linked to its nearest stored predecessor if at most this many unstored chunks are between them. Each `add` takes up
+to this many steps, also if nothing is stored, as in a full tier that refuses a long prompt."""
 
 
 class LRUPolicy:
@@ -125,7 +125,7 @@ class LRUPolicy:
     def discard(self, key: ChunkKey) -> bool:
         """Remove a key whose chunk was deleted, or was not stored after all. Return whether it was recorded.
 
-        Its predecessor is remembered: if the key is added again, it does not evict its predecessor.
+        Its predecessor is remembered, so that adding the key again does not evict the predecessor.
         """
         size = self._sizes.pop(key, None)
         if size is None:
@@ -140,7 +140,7 @@ class LRUPolicy:
         return True
 
     def restore(self, key: ChunkKey, size: int, parent: ChunkKey | None) -> None:
-        """Add a chunk that was evicted and not deleted. It is the first to evict again.
+        """Add a chunk that was selected by `evict` but not deleted. It becomes the first chunk to evict.
 
         Args:
             key: The chunk.

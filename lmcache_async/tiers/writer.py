@@ -79,7 +79,7 @@ class TierWriter:
         tier: The tier.
         max_bytes: Bound of the queue in bytes.
         max_s: Bound of the time, in seconds, that the tier takes to write the queue at its measured rate. One
-            chunk may be queued at any rate.
+            chunk may always be queued, however low the rate is.
         chunk_bytes: Bytes of the largest chunk; the bound is at least that.
         call_bytes: Maximum bytes of one call of `put_many`.
         workers: Number of concurrent calls.

@@ -160,8 +160,8 @@ class CPUTier(BundledTier[CPUConfig, Arena]):
     def _reclaim(self, slabs: int) -> int:
         """Evict chunks for the arena, if necessary all whose slabs have no other lease. Return their number.
 
-        Fewer slabs than requested are better than none: otherwise one call of `lease` could wait without end for the slab
-        of a chunk that cannot be evicted because of a lease of another call.
+        If the requested number cannot be freed, as many as possible are freed. Otherwise one call of `lease` could wait
+        forever for the slab of a chunk on which another call has a lease.
         """
         if freed := self._evict(slabs, last_resort=True):
             return freed

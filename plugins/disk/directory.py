@@ -96,7 +96,7 @@ class RecordDirectory:
         return list(self.scan())
 
     def open_shared(self) -> None:
-        """Open the directory for reading, beside its owner. Nothing is created."""
+        """Open the directory for reading, while another process may own it. Nothing is created."""
         self._fd = os.open(self.root, _DIRECTORY)
 
     def used_by_tier(self) -> bool:
@@ -276,7 +276,7 @@ def _try_direct_writes(directory: int) -> None:
 
 
 def _try_direct(directory: int, name: str, access: int) -> None:
-    """Read the first page of a file by direct I/O, and write it before with O_RDWR."""
+    """Read the first page of a file by direct I/O. If `access` is O_RDWR, write this page first."""
     flags = access | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(name, flags, dir_fd=directory)
     try:

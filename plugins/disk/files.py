@@ -519,8 +519,8 @@ class DiskThreads:
     """Thread pools of the disk tier. A running call is always awaited, never abandoned.
 
     Deletions have a separate thread, so that they make room while writes wait for a free thread: ext4 takes about 4 ms
-    to delete a file of 16 MiB, half as long as to write it. Updates of stamps have a separate thread too. Reads wait
-    for both, because corrupt records are deleted, and must not wait for queued writes.
+    to delete a file of 16 MiB, half as long as to write it. Updates of stamps have a separate thread too. A read waits
+    for its update of stamps and for the deletion of a corrupt record, so these must not queue behind writes.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -629,7 +629,7 @@ def _record_size(view: memoryview) -> int:
     _, nbytes = peek_sizes(view[:PAGE])
     if pages(nbytes) != len(view):
         raise ChunkCorruptError(
-            f"the record's header says {nbytes} bytes, but it has {len(view)}", cause="length"
+            f"the record's header says {nbytes} bytes, but the record has {len(view)}", cause="length"
         )
     return nbytes
 

@@ -1,4 +1,4 @@
-"""Offline access to the directory of a disk tier: read it beside a running engine, or lock and change it."""
+"""Offline access to the directory of a disk tier: read it while an engine has it open, or lock and change it."""
 
 from __future__ import annotations
 
@@ -302,8 +302,8 @@ def _check_content(path: Path) -> None:
         directory.open_shared()
         if not directory.used_by_tier():
             raise ConfigError(
-                f"{path} is not a directory of the disk tier: it has no records, and not both the file `lock` and the"
-                " directory `tmp`; name the `path` of a disk tier"
+                f"{path} is not a directory of the disk tier: it has no records, and the file `lock` or the"
+                " directory `tmp` is missing; name the `path` of a disk tier"
             )
 
 

@@ -408,7 +408,7 @@ class Cluster(Topology):
                 if None not in tables[-1]:
                     break
         if not tables:
-            raise _none_answers("no node sends the slots of the cluster", failures)
+            raise _none_answers("no node of the cluster returns its table of slots", failures)
         self._table, self._stale = min(tables, key=lambda table: table.count(None)), False
         self.keep({endpoint for endpoint in dict.fromkeys(self._table) if endpoint is not None})
         return self._table

@@ -157,7 +157,7 @@ async def test_a_cluster_serves_on_without_one_of_its_nodes(cluster, arena, allo
 
 
 @pytest.mark.one_loop
-async def test_a_cluster_of_which_nothing_is_left_is_unavailable_until_it_is_back(cluster, arena, allocate):
+async def test_a_cluster_whose_nodes_are_all_down_is_unavailable_until_they_return(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     numbers = [number for [number] in of_each(settings, 1)]
     async with bound(settings, arena) as tier:
@@ -180,7 +180,7 @@ async def _list(tier: ValkeyTier, found: list[ChunkKey]) -> None:
 
 
 @pytest.mark.one_loop
-async def test_a_node_that_hangs_holds_the_others_up_once(cluster, arena, allocate):
+async def test_a_node_that_hangs_delays_the_others_once(cluster, arena, allocate):
     # A healthy node answers within this deadline, also on a busy machine; otherwise it would be avoided too.
     settings = config(cluster.url, mode="cluster", lookup_timeout_s=3, transfer_timeout_s=3, node_pause_s=600)
     (stuck,), (first,), (second,) = of_each(settings, 1)
@@ -233,7 +233,7 @@ async def test_slots_that_get_a_node_later_are_found(arena, allocate):
             await until_hit(tier, arena, allocate)
 
 
-async def test_a_node_that_was_removed_from_the_cluster_is_not_believed(arena, allocate):
+async def test_the_slot_table_of_a_removed_node_is_not_used(arena, allocate):
     """It answers with a table without slots."""
     options = ("--cluster-enabled", "yes", "--cluster-port")
     with running(*options, str(free_port())) as removed, running(*options, str(free_port())) as node:
@@ -247,7 +247,7 @@ async def test_a_node_that_was_removed_from_the_cluster_is_not_believed(arena, a
 async def test_a_cluster_without_any_node_is_an_error_in_time(arena, allocate):
     settings = config(f"valkey://127.0.0.1:{free_port()}", mode="cluster", **SHORT)
     async with bound(settings, arena) as tier:
-        with pytest.raises(TierUnavailableError, match="no node sends the slots"):
+        with pytest.raises(TierUnavailableError, match="no node of the cluster returns its table of slots"):
             await tier.contains(key_of(1))
         assert await get(tier, allocate, 1, 2) == ["TierUnavailableError"] * 2
         assert all(isinstance(answer, TierError) for answer in await put(tier, arena, 1, 2))

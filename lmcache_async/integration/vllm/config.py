@@ -53,7 +53,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # they depend on 
 _SUPPORTED = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOWED = frozenset({"SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 _STATE = frozenset({"MambaSpec"})
-_PLAIN = frozenset({"NONE", "FP8_PER_TENSOR"})  # elements without scales beside them
+_PLAIN = frozenset({"NONE", "FP8_PER_TENSOR"})  # elements without scales next to them
 # Methods of speculation. Draft tokens are always verified, so the KV of a draft model cannot change an answer. Method
 # draft_model is left out: with several groups the answers of vLLM 0.32 differ from those without speculation.
 _DRAFTS = frozenset({"eagle", "eagle3"})
@@ -179,22 +179,24 @@ def _shards_reason(shards: int, vllm_config: Any, kv_cache_config: Any) -> str |
     """
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     if shards % tp_size:
-        return f"the tensor-parallel size is {tp_size}; expected a multiple of it, or none"
+        return f"the tensor-parallel size is {tp_size}; use a multiple of this size, or remove the key"
     kinds = {kind_of(spec) for spec in specs_of(kv_cache_config)}
     if whole := sorted(kinds - _WINDOWED - {"FullAttentionSpec"}):
-        return f"the model has a KV cache without heads ({', '.join(whole)}); expected none"
+        return f"the model has a KV cache without heads ({', '.join(whole)}); remove the key"
     heads = vllm_config.model_config.get_total_num_kv_heads()
     if heads % shards:
-        return f"the model has {heads} KV heads; expected a number that divides them, or none"
+        return f"the model has {heads} KV heads; use a divisor of this number, or remove the key"
     for spec in specs_of(kv_cache_config):
         if spec.num_kv_heads % (shards // tp_size):
-            return f"a layer has {spec.num_kv_heads} KV heads in each rank; expected none, or fewer shards"
+            return (
+                f"a layer has {spec.num_kv_heads} KV heads in each rank; use fewer shards, or remove the key"
+            )
         mode = getattr(spec, "kv_quant_mode", None)
         packed = any(
             getattr(spec, name, None) is not None for name in ("num_head_slots", "state_content_bytes")
         )
         if packed or (mode is not None and mode.name not in _PLAIN):
-            return "vLLM packs the KV of a head with its scales or with other heads; expected none"
+            return "vLLM packs the KV of a head with its scales or with other heads; remove the key"
     return None
 
 
@@ -420,7 +422,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
     # vLLM 0.31 and older look for a prefix in groups of all kinds.
     specs = [spec for spec in specs_of(kv_cache_config) if not getattr(spec, "prefix_cacheable", True)]
     if scratch := sorted(set(map(kind_of, specs))):
-        return f"{described}, and vLLM keeps no prefix of {', '.join(scratch)}, which only the running request uses"
+        return f"{described}, and vLLM does not cache prefixes of {', '.join(scratch)}"
     if unknown := sorted(kinds - _SUPPORTED - _WINDOWED - _STATE):
         return (
             f"the KV cache is a {', '.join(unknown)};"
@@ -441,7 +443,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
                 f" {', '.join(sorted(_DRAFTS | _DRAFTS_WITHOUT_KV))} are supported{advice}"
             )
         if untested := sorted(kinds - _SUPPORTED - {"SlidingWindowSpec"}):
-            return f"{described} and a draft model ({method}), which is not supported beside {untested[0]}{advice}"
+            return f"{described} and a draft model ({method}), which is not supported together with {untested[0]}{advice}"
     modes = {spec.mamba_cache_mode for spec in specs_of(kv_cache_config) if kind_of(spec) in _STATE}
     if modes - {"align"}:
         return (
@@ -449,7 +451,7 @@ def _groups_reason(vllm_config: Any, kv_cache_config: Any) -> str | None:
             " --enable-prefix-caching --mamba-cache-mode align"
         )
     if kv_cache_config.cache_hit_alignment_tokens not in (None, KVGroups.of(kv_cache_config).block_size):
-        return f"{described}, with hits that end inside of a block"
+        return f"{described}, and in vLLM their hits can end inside a block, which is not supported"
     return None
 
 

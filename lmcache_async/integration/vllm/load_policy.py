@@ -229,11 +229,11 @@ class LoadPolicy:
             self._logger.log(
                 logging.INFO,
                 decided,
-                "request %s: decided=%s: of a hit of %d tokens %d are used: %s",
+                "request %s: decided=%s: %d of the %d tokens of the hit are used: %s",
                 request_id,
                 decided,
-                hit.tokens,
                 chosen,
+                hit.tokens,
                 why,
             )
         return Decision(decided, chosen, why)

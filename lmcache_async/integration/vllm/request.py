@@ -47,7 +47,7 @@ class Roles:
 class RequestOptions:
     """Options in the `kv_transfer_params` of a request. Other keys are ignored.
 
-    LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted beside our own names. With `hand_over` another
+    LMCache's `lmcache.skip_save` and `lmcache.tag.<name>` are accepted in addition to our own names. With `hand_over` another
     vLLM instance continues the request and needs a promise. `promise` is the promise of a producer for this request.
     """
 
@@ -390,7 +390,7 @@ class RequestTracker:
         """Record that vLLM found `local_tokens` leading tokens in its own prefix cache.
 
         vLLM looks for an admitted request again if it was preempted, or if a load failed, perhaps of another connector.
-        After a failed load it still reserves the request's blocks, so that a second load might wait for ever.
+        After a failed load it still reserves the request's blocks, so that a second load might wait forever.
         """
         self.local_tokens = local_tokens
         if self._admitted_preemptions == self._request.num_preemptions:
@@ -400,7 +400,7 @@ class RequestTracker:
         """Return whether vLLM has to try the next requests first: every second time after a failed load.
 
         The blocks of a failed load are freed only when vLLM tries the request, and vLLM tries no request after one that does
-        not fit. Without this, a request whose load has failed could wait for ever for blocks of later requests.
+        not fit. Without this, a request whose load has failed could wait forever for blocks of later requests.
         """
         self._gave_way = not self._gave_way
         return self.load_failed and self._gave_way

@@ -154,7 +154,11 @@ class Transfers:
     def report_plans(self, plans: Sequence[RequestPlan]) -> None:
         """Pass load decisions of admitted requests to the engine's status."""
         if plans:
-            self._start("load decisions", lambda: self._loop.submit(self._report_plans(plans)), lambda: None)
+            self._start(
+                "the report of load decisions",
+                lambda: self._loop.submit(self._report_plans(plans)),
+                lambda: None,
+            )
 
     def _start(self, what: str, submit: Callable[[], Future[Any]], lost: Callable[[], None]) -> None:
         """Submit work to the loop. Call `lost` when the work has ended, or if it cannot be started."""
@@ -906,7 +910,7 @@ def shard_views(kv_cache_config: Any, kv_caches: Mapping[str, Any], shard: HeadS
             if len(shape) != 4 or (shape[1], shape[3]) != (spec.num_kv_heads, content):
                 raise ConfigError(
                     f"vllm.kv_head_shards is {shard.shards}, but the KV cache of {name} has the shape {shape},"
-                    f" which is not that of {spec.num_kv_heads} heads of {content} elements; expected none"
+                    f" which is not that of {spec.num_kv_heads} heads of {content} elements; remove the key"
                 )
             views[name] = kv_caches[name].narrow(1, *shard.of_heads(spec.num_kv_heads))
     return views

@@ -39,8 +39,8 @@ _TIMER_S = 0.001
 """Resolution of the timers of uvloop, in seconds. A call may be cancelled this long before its deadline."""
 
 _MIN_FRACTION, _MIN_S = 0.25, 0.05
-"""Fraction of the time that a call was given, and seconds. A late call that spent less time inside the breaker does not count
-as failed: it had waited in `limit`, or another tier had used up the time of the request."""
+"""A late call does not count as failed if it spent less than this fraction of its time limit, or less than these seconds, inside
+the breaker: it had waited in `limit`, or another tier had used up the time of the request."""
 
 
 class BreakerConfig(LayerConfig):

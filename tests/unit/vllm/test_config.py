@@ -215,7 +215,7 @@ def test_settings_that_affect_media_embeddings_are_in_the_root(
     assert root(image_model(config, tmp_path / "model", **settings), setup) != plain
 
 
-def test_the_location_of_the_processor_its_caches_and_the_chat_template_do_not_count(
+def test_the_location_of_the_processor_its_caches_and_the_chat_template_are_not_in_the_root(
     config: Any, setup: Setup, tmp_path: Path
 ):
     one = image_model(config, tmp_path / "a" / "model", mm_processor_cache_gb=0)
@@ -249,7 +249,7 @@ def test_the_fingerprint_is_that_of_the_files_that_are_loaded(
     assert before == again != root(placed, setup, weights_fingerprint="sampled")
 
 
-def test_weights_from_elsewhere_serve_this_process_alone(config: Any, setup: Setup, tmp_path: Path):
+def test_kv_of_weights_from_elsewhere_is_used_by_this_process_only(config: Any, setup: Setup, tmp_path: Path):
     save_file({"w": torch.tensor([1.0])}, tmp_path / "model.safetensors")
     placed = changed(config, "model_config.model", str(tmp_path))
     placed = changed(placed, "load_config.load_format", "tensorizer")
@@ -275,7 +275,7 @@ def test_downloaded_weights_are_read_from_vllms_download_directory(config: Any, 
     assert roots[0] == roots[1] != roots[2]
 
 
-def test_weights_that_cannot_be_read_serve_this_process_alone(config: Any, setup: Setup, caplog):
+def test_kv_of_weights_that_cannot_be_read_is_used_by_this_process_only(config: Any, setup: Setup, caplog):
     with caplog.at_level(logging.WARNING):
         logging.getLogger("lmcache_async").propagate = True
         first, second = (root(config, setup, weights_fingerprint="sampled") for _ in range(2))
@@ -308,7 +308,7 @@ def with_groups(setup: Setup, *groups: KVCacheGroupSpec) -> Any:
     return cache
 
 
-def test_ranks_of_mla_have_the_same_keys_and_places_of_their_own(config: Any, setup: Setup):
+def test_ranks_of_mla_have_the_same_keys_and_separate_directories(config: Any, setup: Setup):
     engine = load_config(env={}, extra={"weights_fingerprint": "text:w"})
     two = changed(config, "parallel_config.tensor_parallel_size", 2)
 
@@ -421,10 +421,15 @@ def test_head_shards_have_every_head_of_every_rank_once_and_in_order(tp_size: in
 @pytest.mark.parametrize(
     ("shards", "tp_size", "changes", "reason"),
     [
-        (2, 4, {}, "the tensor-parallel size is 4; expected a multiple of it, or none"),
-        (3, 1, {}, "the model has 8 KV heads; expected a number that divides them, or none"),
-        (16, 16, {}, "the model has 8 KV heads; expected a number that divides them, or none"),
-        (4, 1, {"num_kv_heads": 2}, "a layer has 2 KV heads in each rank; expected none, or fewer shards"),
+        (2, 4, {}, "the tensor-parallel size is 4; use a multiple of this size, or remove the key"),
+        (3, 1, {}, "the model has 8 KV heads; use a divisor of this number, or remove the key"),
+        (16, 16, {}, "the model has 8 KV heads; use a divisor of this number, or remove the key"),
+        (
+            4,
+            1,
+            {"num_kv_heads": 2},
+            "a layer has 2 KV heads in each rank; use fewer shards, or remove the key",
+        ),
         (4, 1, {"num_head_slots": 16}, "vLLM packs the KV of a head with its scales or with other heads"),
         (
             4,
@@ -448,7 +453,7 @@ def test_numbers_of_head_shards_that_are_refused(
 
 @pytest.mark.parametrize("spec", [MLA, STATE], ids=lambda spec: type(spec).__name__)
 def test_kv_caches_without_heads_have_no_head_shards(config: Any, setup: Setup, spec: Any):
-    reason = rf"a KV cache without heads \({type(spec).__name__}\); expected none"
+    reason = rf"a KV cache without heads \({type(spec).__name__}\); remove the key"
     with pytest.raises(ConfigError, match=reason):
         head_shards(sharded(2), config, with_groups(setup, group(FULL), group(spec)))
 
@@ -588,8 +593,8 @@ SEVERAL_KINDS: list[tuple[list[Any], dict[str, Any], str]] = [
     ([FULL, FULL, WINDOW], speculation("suffix"), ""),
     ([FULL, FULL, WINDOW], speculation("eagle"), ""),
     ([FULL, FULL, WINDOW], speculation("eagle3"), ""),
-    ([FULL, FULL, STATE], speculation("eagle"), "beside MambaSpec"),
-    ([FULL, FULL, LOCAL], speculation("eagle3"), "beside ChunkedLocalAttentionSpec"),
+    ([FULL, FULL, STATE], speculation("eagle"), "together with MambaSpec"),
+    ([FULL, FULL, LOCAL], speculation("eagle3"), "together with ChunkedLocalAttentionSpec"),
     ([FULL, FULL, WINDOW], speculation("draft_model"), "'draft_model'; with several groups eagle, eagle3"),
     ([FULL, FULL, WINDOW], speculation("mtp"), "'mtp'"),
 ]
@@ -609,7 +614,7 @@ SEVERAL_KINDS: list[tuple[list[Any], dict[str, Any], str]] = [
         ([FULL], speculation("draft_model"), ""),
         ([FULL], speculation("mtp"), ""),
         ([], {}, "no KV"),
-        ([FULL, SCRATCH], {}, "no prefix of CircularBufferSpec"),
+        ([FULL, SCRATCH], {}, "does not cache prefixes of CircularBufferSpec"),
         ([dataclasses.replace(FULL, non_causal=True)], {}, "causal"),
         ([FULL], {"parallel_config.decode_context_parallel_size": 2}, "context"),
         ([FULL], {"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "calculate"),
@@ -618,7 +623,7 @@ SEVERAL_KINDS: list[tuple[list[Any], dict[str, Any], str]] = [
         *(pytest.param(*each, marks=pytest.mark.kv_groups) for each in SEVERAL_KINDS),
     ],
 )
-def test_what_is_supported_and_why_something_is_not(
+def test_supported_setups_and_the_reasons_against_others(
     config: Any, setup: Setup, specs: list[Any], changes: dict[str, Any], reason: str
 ):
     for path, value in changes.items():

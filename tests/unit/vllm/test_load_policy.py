@@ -124,7 +124,7 @@ def test_a_hit_that_is_not_loaded_is_explained(caplog):
     with caplog.at_level(logging.INFO, "lmcache_async"):
         decider().decide("r7", Hit(costs_of((10, 1.5)), 1000, 0, 1001))
 
-    assert "request r7: decided=recompute: of a hit of 1000 tokens 0 are used" in caplog.text
+    assert "request r7: decided=recompute: 0 of the 1000 tokens of the hit are used" in caplog.text
     assert ": 1.001 s to the first token, 1.501 s with all 1000 tokens loaded" in caplog.text
 
 
@@ -168,6 +168,6 @@ def test_the_slowest_rank_counts(ranks, chunks):
         pack_costs(tuple((number, 0.1) for number in range(1, 12))),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(packed):
+def test_invalid_costs_are_refused(packed):
     with pytest.raises(ValueError, match="as costs of 10 chunks"):
         unpack_costs(packed, 10)

@@ -197,7 +197,7 @@ def test_blocks_that_another_connector_still_loads_are_not_stored_if_the_request
 def test_a_request_whose_load_by_another_connector_failed_is_computed(
     beside_another: Callable[..., SimulatedVLLM], simulators: Simulators
 ):
-    """VLLM still reserves the blocks of the failed load. It waits for ever if a second load needs as many."""
+    """VLLM still reserves the blocks of the failed load. It waits forever if a second load needs as many."""
     simulator = beside_another(AsynchronousConnector, num_blocks=21, overlapped=True)
     prompt = list(range(1, 12 * BLOCK + 5))
     simulator.add("cold", prompt)
