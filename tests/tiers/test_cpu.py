@@ -129,7 +129,7 @@ class TestCPUTier(TierConformance, SuffixEvictionConformance):
         for lease in filler:
             lease.release()
 
-    async def test_the_chunks_that_a_chunk_continues_are_not_evicted_for_it(self, arena):
+    async def test_the_chunks_before_a_chunk_in_its_prompt_are_not_evicted_for_it(self, arena):
         tier = CPUTier(CPUConfig(max_bytes=2 * SLAB_BYTES))
         tier.bind(arena)
         async with tier:

@@ -128,7 +128,7 @@ TestDiskMachine.settings = machine_settings(25)
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100])
-async def test_a_file_that_is_no_whole_pages_is_removed_at_the_start(config, arena, allocate, damage):
+async def test_a_file_of_incomplete_pages_is_removed_at_the_start(config, arena, allocate, damage):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
     path_of(config, 1).write_bytes(damage)
@@ -190,7 +190,7 @@ async def test_files_and_folders_that_others_delete_during_the_start_do_not_prev
     await tier.__aexit__(None, None, None)
 
 
-async def test_writes_side_by_side_make_a_vanished_directory_again_once(config, arena, monkeypatch):
+async def test_concurrent_writes_create_a_deleted_directory_again_once(config, arena, monkeypatch):
     met = threading.Barrier(2)
     prepare = RecordDirectory.prepare
 
@@ -253,7 +253,7 @@ async def test_a_smaller_limit_drops_the_least_recently_used_at_the_start(config
         assert tier.statistics().evictions == 2
 
 
-async def test_reading_makes_recent_also_across_a_restart(config, arena, allocate):
+async def test_a_read_counts_as_use_also_after_a_restart(config, arena, allocate):
     async with DiskTier(config) as tier:
         await put(tier, arena, 1, 2)
     for number, mtime in ((1, 1000), (2, 2000)):
@@ -267,7 +267,7 @@ async def test_reading_makes_recent_also_across_a_restart(config, arena, allocat
         assert not await tier.contains(key_of(2))
 
 
-async def test_bytes_that_are_no_record_are_refused(config, arena):
+async def test_bytes_that_are_not_a_record_are_refused(config, arena):
     async with DiskTier(config) as tier:
         with record(arena, 1) as buffer:
             buffer.resize(buffer.nbytes - 4096)
@@ -460,7 +460,7 @@ async def test_victims_that_cannot_be_deleted_stay_counted(config, arena, alloca
         assert tier.statistics().bytes == bytes_in(config.root) == 2 * RECORD_BYTES
 
 
-async def test_no_memory_to_read_into_ends_the_batch(config, arena):
+async def test_a_batch_ends_if_there_is_no_memory_for_a_record(config, arena):
     async with DiskTier(config.model_copy(update={"io_threads": 1})) as tier:
         await put(tier, arena, *range(6))
         asked = []

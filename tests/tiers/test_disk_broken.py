@@ -204,7 +204,7 @@ async def test_a_record_put_over_one_that_could_not_be_deleted_is_counted_once(
 
 
 @pytest.mark.parametrize("thing", ["fifo", "socket", "link", "directory"])
-async def test_something_else_in_a_records_place_is_a_miss_at_once(
+async def test_a_record_path_that_is_not_a_regular_file_is_an_immediate_miss(
     config, arena, allocate, tmp_path, monkeypatch, thing
 ):
     monkeypatch.setattr(disk_index, "STAMP_AGE_NS", -1)  # every read sets the time of use

@@ -101,7 +101,7 @@ def test_a_batch_without_its_beginning_is_evicted_suffix_first(forest, data):
 
 
 @given(forest=forests(), data=st.data())
-def test_chunks_go_in_order_of_last_use_and_each_after_all_that_continue_it(forest, data):
+def test_chunks_are_evicted_in_order_of_last_use_and_after_their_continuations(forest, data):
     """A use is a whole prompt, or its end from a stored chunk on, as in decoding."""
     policy = LRUPolicy()
     used: dict[ChunkKey, int] = {}
@@ -224,7 +224,7 @@ def test_a_batch_with_gaps_keeps_the_order_of_an_earlier_gapless_one():
     assert policy.evict(3, anyone) == [key(2), key(1), key(0)]
 
 
-def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_held():
+def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_is_not_stored():
     policy = LRUPolicy()
     policy.touch([key(number) for number in range(4)])
     for number in (0, 1, 3):
@@ -251,7 +251,7 @@ def test_the_prefix_of_a_chunk_stays_although_a_chunk_between_found_no_room(touc
     assert policy.evict(1, lambda chunk: chunk != key(3)) == []
 
 
-def test_chunks_left_out_of_one_batch_find_their_place_with_the_next():
+def test_chunks_left_out_of_one_batch_are_linked_with_the_next():
     policy = LRUPolicy()
     use(policy, [key(0), key(3)])
     policy.touch([key(number) for number in range(4)], gapless=False)
@@ -282,7 +282,7 @@ def test_parked_and_leased_chunks_are_visited_once():
 
 
 @pytest.mark.parametrize(("held", "remembered"), [(0, MIN_HINTS), (MIN_HINTS + 100, MIN_HINTS + 100)])
-def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number(held, remembered):
+def test_predecessors_are_remembered_for_as_many_chunks_as_are_stored_or_a_minimum(held, remembered):
     policy = LRUPolicy()
     for number in range(held):
         policy.add(key(number), 1)
@@ -296,7 +296,7 @@ def test_places_are_remembered_for_as_many_chunks_as_are_held_but_a_least_number
     assert known == [False] * remembered + [True] * remembered
 
 
-def test_adding_a_held_chunk_is_refused():
+def test_adding_a_stored_chunk_is_refused():
     policy = LRUPolicy()
     policy.add(key(1), 1)
 

@@ -109,7 +109,7 @@ async def test_a_dropped_put_stores_nothing_and_a_lie_is_the_opposite(arena):
     assert await tier.contains_many([key_of(2), key_of(1), key_of(1)]) == [True, False, True]
 
 
-async def test_a_hang_ends_by_cancellation_alone(arena, allocate):
+async def test_only_a_cancellation_ends_a_hang(arena, allocate):
     tier = await holding(arena, Fault("hang"))
     task = asyncio.ensure_future(tier.get(key_of(1), allocate))
     await turns(20)
@@ -128,7 +128,7 @@ async def test_each_chunk_of_a_batch_has_its_own_fault(arena, allocate):
             result.release()
 
 
-async def test_a_closed_gate_parks_and_an_open_one_does_not(arena, allocate):
+async def test_a_closed_gate_suspends_calls_and_an_open_one_does_not(arena, allocate):
     inner = DictTier()
     tier = GatedTier(inner)
     task = asyncio.ensure_future(put(tier, arena, 1))

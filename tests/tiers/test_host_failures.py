@@ -179,7 +179,7 @@ async def listed(tier: HostTier) -> list[ChunkKey]:
 
 
 @pytest.mark.usefixtures("few_items")
-async def test_a_list_of_keys_that_a_lost_connection_cuts_is_no_whole_one(tier, arena, monkeypatch):
+async def test_a_list_of_keys_interrupted_by_a_lost_connection_is_an_error(tier, arena, monkeypatch):
     await put(tier, arena, *range(9))
     link, ask = tier._opened, Connection.ask
     assert link is not None
@@ -361,7 +361,7 @@ async def test_a_put_raises_tier_full_error_until_the_pool_has_room(daemon, tier
     assert await tier.contains(key_of(1))
 
 
-async def test_an_engine_that_holds_as_much_as_it_may_gets_no_more(daemon, arena, allocate):
+async def test_an_engine_at_its_limit_of_leases_gets_no_further_lease(daemon, arena, allocate):
     async with opened(daemon, arena, max_lease_bytes=2 * pages(RECORD_BYTES)) as tier:
         await put(tier, arena, 1, 2, 3)
         got = await tier.get_many([key_of(number) for number in (1, 2, 3)], allocate)

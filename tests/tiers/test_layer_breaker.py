@@ -66,7 +66,7 @@ async def fail_reads(tier, inner, count=2, error=None):
 
 
 @in_virtual_time
-async def test_after_failures_calls_fail_at_once_and_after_the_pause_it_closes_again(arena, caplog):
+async def test_after_failures_calls_fail_at_once_and_after_the_pause_the_breaker_closes_again(arena, caplog):
     caplog.set_level("INFO")
     inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
@@ -276,7 +276,7 @@ async def test_a_write_that_misses_the_tiers_deadline_has_failed():
 
 
 @in_virtual_time
-async def test_calls_that_cannot_be_cancelled_open_it_too():
+async def test_calls_that_cannot_be_cancelled_open_the_breaker_too():
     may_end = asyncio.Event()
 
     class Stuck(ScriptedTier):

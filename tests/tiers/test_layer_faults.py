@@ -73,7 +73,7 @@ async def test_every_verb_fails_when_a_fault_is_drawn(arena, verb):
         await call(faulty(error=1), verb, arena)
 
 
-async def test_a_verb_of_its_own_overrides_all(arena):
+async def test_options_of_one_verb_override_those_of_all_verbs(arena):
     tier = faulty(filled(), error=1, get={"error": 0})
 
     assert taken(await tier.get(key(1), allocator(arena))) == content(1)

@@ -251,7 +251,7 @@ def test_the_same_share_with_other_options_stops_the_start():
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.none() | st.integers(1, 20))
-def test_parts_cover_all_in_order_and_fit_and_are_not_smaller_than_they_must(sizes, max_bytes):
+def test_parts_cover_all_chunks_in_order_and_are_as_large_as_fit(sizes, max_bytes):
     parts = split(sizes, max_bytes)
 
     assert [position for start, stop in parts for position in range(start, stop)] == list(range(len(sizes)))

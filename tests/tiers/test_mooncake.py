@@ -167,7 +167,7 @@ async def test_a_cancelled_get_keeps_its_buffers_until_its_thread_has_ended(
 
 
 @pytest.mark.parametrize("code", [-704, -703], ids=["removed", "being put anew"])
-async def test_a_record_that_went_between_lookup_and_read_is_a_miss(opened, store, arena, allocate, code):
+async def test_a_record_deleted_between_lookup_and_read_is_a_miss(opened, store, arena, allocate, code):
     await TierRig(opened, arena).put(1)
     store.batch_get_into = lambda names, *_: [code] * len(names)
 
@@ -191,7 +191,7 @@ async def test_a_record_that_is_too_long_is_removed_unless_invalid_records_stay(
 
 
 @pytest.mark.parametrize("moving", ["batch_get_into", "batch_put_from"])
-async def test_a_record_is_not_removed_while_it_moves_nor_moved_while_it_is_removed(
+async def test_a_record_is_not_removed_while_it_is_transferred_and_not_transferred_while_it_is_removed(
     opened, store, arena, monkeypatch, moving
 ):
     """The space of a removed record may be reused at once."""

@@ -112,7 +112,7 @@ async def test_a_call_to_a_hanging_master_fails_after_its_timeout(pool, arena, a
         await until_hit(tier, arena, allocate)
 
 
-async def test_a_store_that_hangs_does_not_hold_up_lookups(mooncake_pool, arena, allocate):
+async def test_a_store_that_hangs_does_not_delay_lookups(mooncake_pool, arena, allocate):
     """With the master's and the client's usual patience, so that the read has not failed at the lookup's end."""
     async with bound_tier(mooncake_pool, arena, threads=1) as tier:
         await until_hit(tier, arena, allocate)

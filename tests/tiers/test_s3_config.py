@@ -50,7 +50,7 @@ def test_wrong_options_are_refused_by_name(options, complaint):
     assert SECRET not in str(caught.value)
 
 
-def test_secrets_are_in_no_text():
+def test_no_text_contains_a_secret():
     tier = {
         "name": "s3",
         "url": "s3://b",

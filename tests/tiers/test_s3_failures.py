@@ -95,7 +95,7 @@ async def test_revoked_credentials_are_an_error_of_every_call(s3_server, arena):
             assert not caught.value.retryable
 
 
-async def test_a_bucket_that_is_not_there_stops_the_start(s3_server, arena):
+async def test_a_missing_bucket_stops_the_start(s3_server, arena):
     config = s3_server.config(url="s3://missing-bucket/kv")
     with pytest.raises(TierError, match=r"s3://missing-bucket/kv at .*NoSuchBucket.*create it"):
         await open_tier(config, arena)
@@ -244,7 +244,7 @@ async def test_a_cancelled_put_ends_with_its_request_and_its_record_stays(s3_ser
         assert await TierRig(tier, arena).holds(1)
 
 
-async def test_an_upload_cut_half_way_is_no_record(s3_server, proxy, arena):
+async def test_an_interrupted_upload_stores_no_record(s3_server, proxy, arena):
     config = s3_server.config()
     async with await open_tier(through(proxy, config), arena) as tier:
         await proxy.cut()
@@ -260,7 +260,7 @@ async def test_an_upload_cut_half_way_is_no_record(s3_server, proxy, arena):
 
 
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
-async def test_an_answer_cut_half_way_is_an_error_and_the_record_stays(
+async def test_a_truncated_response_is_an_error_and_the_record_stays(
     s3_server, proxy, arena, allocate, options
 ):
     config = s3_server.config(**options)

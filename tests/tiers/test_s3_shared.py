@@ -47,7 +47,7 @@ async def test_objects_of_other_names_are_neither_listed_nor_deleted(tier, arena
 
 @pytest.mark.parametrize("content", [b"", bytes(200_000)], ids=["empty", "too long"])
 @pytest.mark.parametrize("part_bytes", [4096, 1 << 20])
-async def test_an_object_of_no_records_length_is_a_miss_and_is_deleted(
+async def test_an_object_whose_length_no_record_has_is_a_miss_and_is_deleted(
     s3_server, arena, allocate, content, part_bytes
 ):
     tier = S3Tier(s3_server.config(part_bytes=part_bytes))
@@ -132,7 +132,7 @@ async def test_clearing_continues_after_a_record_that_another_process_has_delete
         assert await rig.keys() == set()
 
 
-async def test_a_record_is_never_put_together_of_two(tier, arena, allocate):
+async def test_a_read_never_combines_two_versions_of_a_record(tier, arena, allocate):
     replaced = []
 
     async def allocate_and_replace(nbytes: int) -> Buffer:

@@ -241,7 +241,7 @@ async def test_leading_chunks_with_memory_are_fetched_before_the_deadline_of_the
     arena.close()
 
 
-async def test_of_a_batch_in_memory_as_much_is_read_again_as_memory_is_reserved(arena):
+async def test_chunks_of_a_batch_in_memory_are_read_again_as_far_as_memory_is_reserved(arena):
     batch, config = loaded(4, resident=4)
     batch.scope.reserved_bytes = 2 * arena.slab_bytes
     async with Opened(arena, holding([]), holding([0, 1, 2, 3])) as stack:
@@ -606,7 +606,7 @@ async def test_a_flush_waits_for_a_write_that_is_abandoned_meanwhile(arena):
         assert await stack.flush(timeout_s=5)
 
 
-async def test_nothing_is_leased_for_a_pin_where_that_would_be_a_copy(arena):
+async def test_a_pin_leases_no_chunk_that_would_have_to_be_copied(arena):
     class Copies(Arenaish):
         async def get(self, key, allocate):
             return await DictTier.get(self, key, allocate)
@@ -648,7 +648,7 @@ async def test_a_promotion_does_not_take_room_that_is_reserved_for_a_store(arena
         assert set(gate.inner.records) == {key_of(0), key_of(1)}
 
 
-async def test_memory_lacks_only_as_many_leading_chunks_as_it_is_to_have(arena):
+async def test_only_leading_chunks_that_memory_should_have_count_as_missing_from_it(arena):
     keys = [key_of(number) for number in range(5)]
     async with Opened(arena, CPUTier(CPUConfig()), holding([0, 1, 3])) as stack:
         assert await stack.missing(keys) == [0, 1, 2, 3, 4]

@@ -241,7 +241,7 @@ DISK = (
         TIER,
         "if 0 < each.nbytes <= MAX_RECORD_BYTES and each.nbytes % PAGE == 0]",
         "if each.nbytes <= MAX_RECORD_BYTES]",
-        ("tests/tiers/test_disk.py::test_a_file_that_is_no_whole_pages_is_removed_at_the_start",),
+        ("tests/tiers/test_disk.py::test_a_file_of_incomplete_pages_is_removed_at_the_start",),
     ),
     Mutation(
         "the start does not delete files of dead writers",

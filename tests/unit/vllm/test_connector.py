@@ -121,7 +121,7 @@ def assert_does_nothing(connector: LMCacheAsyncConnector) -> None:
     connector.shutdown()
 
 
-def test_no_failure_of_the_scheduler_of_reaches_vllm(broken: LMCacheAsyncConnector):
+def test_no_failure_of_the_scheduler_connector_reaches_vllm(broken: LMCacheAsyncConnector):
     broken.update_state_after_alloc(SimpleNamespace(request_id="r"), SimpleNamespace(blocks=([],)), 16)
     unknown = {CacheHitSource.EXTERNAL_UNSPECIFIED: 16}
     assert broken.get_external_cache_hit_sources(SimpleNamespace(request_id="r"), 16) == unknown
@@ -354,7 +354,7 @@ def test_an_engine_that_cannot_be_opened_turns_the_worker_off(setup: Setup, capl
     worker.shutdown()
 
 
-def test_our_lines_go_where_vllms_go_with_the_name_of_the_product(setup: Setup, monkeypatch):
+def test_log_lines_go_to_vllms_handlers_with_the_product_name(setup: Setup, monkeypatch):
     ours, theirs = logging.getLogger("lmcache_async"), logging.getLogger("vllm")
     text = io.StringIO()
     lines = logging.StreamHandler(text)
@@ -428,7 +428,7 @@ DISK: dict[str, Any] = {"name": "disk", "max_bytes": "1GiB"}
         (["cpu", DISK], None, 3.0, False),  # a vLLM without that option
     ],
 )
-def test_a_stop_that_loses_queued_writes_is_warned_of_once(
+def test_a_stop_that_loses_queued_writes_causes_one_warning(
     tmp_path: Path, caplog, tiers: list[Any], timeout: int | None, own: float, warns: bool
 ):
     tiers = [tier if isinstance(tier, str) else tier | {"path": str(tmp_path / "kv")} for tier in tiers]

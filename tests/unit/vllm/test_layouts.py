@@ -92,7 +92,7 @@ def test_a_row_has_every_byte_of_its_block_once(spec: Any, form: KVCacheLayout) 
     assert torch.equal(copied, raw)
 
 
-def test_the_text_tells_number_formats_apart() -> None:
+def test_the_layout_text_distinguishes_number_formats() -> None:
     texts = [
         KVLayout.from_block_views(
             views_of(spec, KVCacheLayout.LBNHC)[1], num_blocks=BLOCKS, block_size=BLOCK

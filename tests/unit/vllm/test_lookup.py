@@ -265,7 +265,7 @@ def test_partial_chunks_that_differ_between_ranks_are_no_hit(ranks: Ranks):
     assert ranks.ask(PROMPT).hit_tokens(CHUNK) == CHUNK
 
 
-def test_until_every_rank_answers_all_is_a_miss_at_once(unserved: Ranks):
+def test_lookups_are_immediate_misses_until_every_rank_answers(unserved: Ranks):
     unserved.serve(0)
     unserved.hold(PROMPT, ranks=[0])
     chain = RequestKeys("r", PROMPT, len(PROMPT))

@@ -41,7 +41,7 @@ async def test_encoded_messages_are_decoded():
         (b"\x01\x00\x00\x00\x07", ValueError, "map"),
     ],
 )
-async def test_a_message_that_is_too_long_cut_or_no_map_is_refused(data, error, match):
+async def test_a_message_that_is_too_long_truncated_or_not_a_map_is_refused(data, error, match):
     with pytest.raises(error, match=match):
         await received(data)
 
@@ -71,7 +71,7 @@ def test_runs_of_keys_are_unpacked_as_they_were_packed(runs: list[list[bytes]]):
     ],
     ids=["nothing", "no keys", "no counts", "a text", "half a count", "another count", "a part of a key"],
 )
-def test_what_are_no_runs_of_keys_is_refused(packed: object):
+def test_values_that_are_not_runs_of_keys_are_refused(packed: object):
     with pytest.raises(ValueError, match="keys"):
         unpack_runs(packed)
 

@@ -68,7 +68,7 @@ def test_a_text_model_has_nothing_to_hash() -> None:
         ("my renderer0-mm", True),
     ],
 )
-def test_a_clients_name_is_content_and_a_count_is_not(
+def test_a_uuid_of_a_client_identifies_content_and_a_count_does_not(
     identity: MediaIdentity, identifier: str, content: bool
 ) -> None:
     assert identity.is_content(identifier) == content

@@ -99,7 +99,7 @@ def test_changes_of_other_tiers_are_not_collected():
     assert changes.take() is None
 
 
-def test_a_tier_that_evicts_what_is_no_key_does_not_end_the_worker(caplog: pytest.LogCaptureFixture):
+def test_a_tier_that_evicts_invalid_keys_does_not_end_the_worker(caplog: pytest.LogCaptureFixture):
     """The model's thread packs the keys, and vLLM catches no error there."""
 
     class InArena(DictTier):

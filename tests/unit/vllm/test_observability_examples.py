@@ -185,7 +185,7 @@ def test_a_query_finds_real_series_by_labels_that_they_have(query: Query, series
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_legend_names_labels_that_its_query_leaves(panel: dict[str, Any]) -> None:
+def test_a_legend_names_only_labels_that_the_query_returns(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         kept: set[str] = set()
@@ -218,7 +218,7 @@ def test_the_dashboards_variables_ask_for_real_series(series: Series) -> None:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_and_what_to_do(rule: dict[str, Any], series: Series) -> None:
+def test_an_alert_describes_the_problem_and_the_remedy(rule: dict[str, Any], series: Series) -> None:
     said = " ".join(rule["annotations"].values())
     kept = {
         label

@@ -161,7 +161,7 @@ FAST, SLOW = Step(2048, factor=0.25, gap=1.0), Step(2048, factor=4, gap=1.0)
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_the_rate_of_prompts(steps: list[Step], rate: float, depth: int):
+def test_the_prefill_rate_of_a_sequence_of_steps(steps: list[Step], rate: float, depth: int):
     engine = Engine(depth=depth)
     engine.run(*steps)
 
@@ -192,7 +192,7 @@ def test_outputs_that_are_processed_at_once_are_measured_together():
     ],
     ids=["few runs", "large batches of decodes"],
 )
-def test_what_does_not_measure_the_speed_of_prompts(steps: list[Step], depth: int):
+def test_steps_that_do_not_measure_the_prefill_speed(steps: list[Step], depth: int):
     engine = Engine(depth=depth)
     engine.run(*steps)
 

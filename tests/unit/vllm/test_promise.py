@@ -247,7 +247,7 @@ def test_invalid_promises_are_ignored(value: object):
     assert Promise.of({PROMISE_FIELD: value}) is None
 
 
-def test_a_promise_comes_through_a_proxy_with_what_else_there_is():
+def test_a_promise_is_read_together_with_other_transfer_params():
     params = {
         "do_remote_prefill": True,
         "remote_host": None,

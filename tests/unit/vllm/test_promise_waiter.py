@@ -213,7 +213,7 @@ def test_a_lookup_after_the_deadline_asks_once_and_counts_nothing(bench: Bench):
     assert (bench.counts.accepted, bench.counts.late) == (0, 0)
 
 
-def test_a_request_that_is_gone_is_not_waited_for(bench: Bench):
+def test_an_abandoned_lookup_stops_waiting(bench: Bench):
     async def abandon_later() -> float:
         pending = pending_lookup(WHOLE)
         asking = asyncio.create_task(bench.waiting.answer(pending))
@@ -236,7 +236,7 @@ def test_a_hanging_rank_extends_the_wait_by_one_lookup_at_most(bench: Bench, han
     assert (answer.chunks, answer.pinned, answer.resident) == (1, True, False)
 
 
-def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_second(bench: Bench):
+def test_all_waiting_lookups_together_send_at_most_a_thousand_queries_per_second(bench: Bench):
     async def all_at_once() -> float:
         await asyncio.gather(*(bench.answer(WHOLE) for _ in range(300)))
         return now()
@@ -247,7 +247,7 @@ def test_many_that_wait_ask_no_more_often_together_than_a_thousand_times_a_secon
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**5))
-def test_pauses_grow_to_a_bound_and_with_the_number_that_wait(queries: int, waiting: int):
+def test_pauses_grow_up_to_a_bound_and_with_the_number_of_waiting_lookups(queries: int, waiting: int):
     pause = pause_s(queries, waiting)
 
     assert FIRST_PAUSE_S <= pause <= max(LAST_PAUSE_S, waiting * SPACING_S)

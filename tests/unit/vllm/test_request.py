@@ -501,7 +501,7 @@ def test_a_recurrent_state_that_was_loaded_is_not_stored_again_unless_the_load_f
     assert tracker.plan_boundaries(40) == [38]
 
 
-def test_a_prefix_that_others_have_is_longer_than_the_hit() -> None:
+def test_the_prefix_shared_with_other_requests_can_be_longer_than_the_hit() -> None:
     tracker = tracker_of(40, policy(groups=STATES))
     assert tracker.shared_tokens == 0
     answer(tracker, ask(tracker), Answer(4, boundary=16))

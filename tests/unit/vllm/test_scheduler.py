@@ -275,7 +275,7 @@ def test_a_request_is_looked_up_once_and_vllm_asks_again_until_the_answer():
     assert [lookup.num_tokens for lookup in bench.client.asked] == [20]
 
 
-def test_what_is_found_in_memory_is_looked_up_if_the_step_does_not_use_it():
+def test_a_hit_in_memory_is_looked_up_again_if_the_step_does_not_use_it():
     bench = Bench()
     bench.client.in_memory = hit(2, resident=True)
     request, ended = bench.request(20), bench.request(20)
@@ -294,7 +294,7 @@ def known(bench: Bench, keys: bytes) -> list[int]:
     return [0 if each is None else each._count(unpack_keys(keys)) for each in made]
 
 
-def test_what_ranks_report_of_host_memory_is_known_until_a_reset():
+def test_reports_of_host_memory_are_used_until_a_reset():
     bench, key = Bench(), b"k" * 16
     bench.report(memory={0: MemoryChange("cpu", key, b""), 1: MemoryChange("cpu", 2 * key, b"")})
     assert known(bench, key) == [1] * RANKS
@@ -452,7 +452,7 @@ def test_hits_that_are_faster_to_compute_are_loaded_if_all_are_to_be_loaded():
     assert bench.scheduler.match(request, 0) == (32, True)
 
 
-def test_of_a_hit_in_two_tiers_the_part_in_the_fast_one_is_loaded():
+def test_only_the_part_of_a_hit_in_the_fast_tier_is_loaded():
     bench = Bench(**SLOW)
     request = bench.request(40)
     answer = Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 1, "disk": 3}, costs=((1, 0.1), (4, 9.0)))
@@ -803,7 +803,7 @@ def test_a_request_aborted_in_the_step_that_failed_leaves_no_wrong_blocks_either
     assert not bench.scheduler.has_work
 
 
-def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
+def test_a_request_that_ends_with_its_first_token_is_stored_too():
     bench = Bench(awaited_tokens=100)
     request, _ = layerwise(bench)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -813,7 +813,7 @@ def test_a_request_that_ends_with_its_first_token_is_stored_all_the_same():
     assert len(bench.client.released) == 1
 
 
-def test_nothing_is_stored_that_a_load_of_unknown_end_may_have_spoilt():
+def test_blocks_of_a_load_with_unknown_outcome_are_not_stored():
     bench = Bench(awaited_tokens=100)
     request = bench.request(37, answer=hit(3, resident=True))
     bench.allocate(request, bench.scheduler.match(request, 0)[0], 37)

@@ -21,7 +21,7 @@ def test_every_request_gets_its_own_answer_despite_faults(seed: int, faults: Fau
     assert faults is not Faults.NONE or report.counts["hit tokens"] > 0
 
 
-def test_a_seed_replays_to_the_letter():
+def test_a_seed_repeats_a_run_exactly():
     first, again = (simulate_serving(7, steps=200, faults=Faults.MANY) for _ in range(2))
 
     assert (first.digest, first.decisions, first.counts) == (again.digest, again.decisions, again.counts)

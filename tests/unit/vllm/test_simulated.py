@@ -212,7 +212,7 @@ def test_a_head_shard_that_cannot_be_opened_closes_those_before_it(socket_dir: P
         closes.close()
 
 
-def test_what_is_stored_after_a_reset_is_not_found_after_a_restart(simulators: Simulators, tmp_path: Path):
+def test_records_stored_after_a_reset_are_not_found_after_a_restart(simulators: Simulators, tmp_path: Path):
     """The weights may have changed in place before the reset. After the restart they are those of the files."""
     sim, tokens = simulators.stored(on_disk(tmp_path / "kv"))
     assert sim.scheduler.reset_prefix_cache(reset_connector=True)
@@ -540,7 +540,7 @@ def test_a_request_whose_load_has_failed_lets_vllm_try_those_that_hold_blocks(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("model", MODEL_NAMES)
-def test_what_is_evicted_between_its_lookup_and_its_load_is_computed(
+def test_chunks_evicted_between_lookup_and_load_are_computed(
     simulators: Simulators, model: str, num_ranks: int
 ):
     sim, tokens = simulators.stored(groups=MODELS[model], ranks=num_ranks)

@@ -260,7 +260,7 @@ def test_blocks_beyond_the_hit_are_reported_no_later_than_the_end(worker: Worker
 
 
 @pytest.mark.parametrize("broken", ["the engine", "the fence"])
-def test_what_breaks_is_a_load_with_every_block_failed_and_a_store_that_gives_its_blocks_back(
+def test_an_error_fails_every_block_of_a_load_and_releases_the_blocks_of_a_store(
     worker: Worker, until: Until, monkeypatch: pytest.MonkeyPatch, broken: str
 ):
     if broken == "the engine":
