@@ -292,7 +292,7 @@ async def test_a_full_disk_evicts_old_chunks_for_new_ones(config, arena, allocat
         assert tier.statistics().bytes == bytes_in(config.root) == 3 * RECORD_BYTES
 
 
-async def test_a_disk_that_stays_full_drops_the_chunk_and_takes_it_later(
+async def test_a_disk_that_stays_full_drops_the_chunk_and_stores_it_later(
     config, arena, allocate, monkeypatch
 ):
     pwrite = FailingCall(monkeypatch, "pwrite")

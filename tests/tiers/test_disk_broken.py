@@ -109,7 +109,7 @@ async def test_records_that_fail_verification_are_rejected_with_the_cause(keepin
         assert tier.statistics().bytes == bytes_in(keeping.root) == 0
 
 
-async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping, arena):
+async def test_the_quarantine_keeps_the_newest_records_within_its_limit(keeping, arena):
     keeping = keeping.model_copy(update={"max_quarantine_bytes": 2 * RECORD_BYTES})
     async with DiskTier(keeping) as tier:
         for number in range(5):
@@ -125,7 +125,7 @@ async def test_the_quarantine_keeps_its_limit_and_the_newest(keeping, arena):
         assert len(kept(small)) == 2  # one record, and a foreign file
 
 
-async def test_where_the_quarantine_cannot_take_a_record_it_is_deleted(keeping, arena, monkeypatch):
+async def test_a_record_that_cannot_be_moved_to_the_quarantine_is_deleted(keeping, arena, monkeypatch):
     rename = FailingCall(monkeypatch, "rename")
     async with DiskTier(keeping) as tier:
         await put(tier, arena, 1)
@@ -261,7 +261,7 @@ async def test_a_foreign_fifo_with_the_name_of_the_next_file_stays(config, arena
 
 
 @pytest.mark.parametrize("thing", ["file", "link"])
-async def test_something_else_in_the_place_of_a_records_directory_leads_nowhere(
+async def test_a_shard_directory_replaced_by_a_file_or_link_is_not_followed(
     config, arena, allocate, tmp_path, thing
 ):
     elsewhere = tmp_path / "elsewhere"
@@ -346,7 +346,7 @@ async def test_a_record_that_a_scrub_cannot_read_stays(config, arena, allocate, 
         assert await get(tier, allocate, 2)
 
 
-async def test_a_scrub_keeps_its_rate(config, arena, monkeypatch):
+async def test_a_scrub_does_not_exceed_its_rate(config, arena, monkeypatch):
     pauses: list[float] = []
     timeout = asyncio.timeout
 
@@ -396,7 +396,7 @@ async def test_closing_ends_a_scrub(config, arena):
 @pytest.mark.parametrize(
     "error", [TierUnavailableError("failed for this test"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))]
 )
-async def test_periodic_scrubs_go_on_after_one_that_failed(config, monkeypatch, error):
+async def test_periodic_scrubs_continue_after_one_that_failed(config, monkeypatch, error):
     scrub, runs, second = DiskTier.scrub, 0, asyncio.Event()
 
     async def fail_once(tier, *, max_bytes_per_s=None):

@@ -70,7 +70,7 @@ def test_a_directory_is_checked_and_not_changed(tmp_path):
 @pytest.mark.parametrize(
     ("scan_s", "found"), [(60.0, "6.0 GB"), (-1.0, "3.0 GB")], ids=["all", "in the time"]
 )
-def test_the_room_includes_the_records_that_are_summed_in_a_limited_time(
+def test_the_room_includes_the_records_that_are_counted_within_a_time_limit(
     tmp_path, monkeypatch, scan_s, found
 ):
     monkeypatch.setattr(diagnosis, "_SCAN_S", scan_s)

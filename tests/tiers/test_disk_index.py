@@ -165,7 +165,7 @@ def test_stamps_are_valid_times_of_files_also_before_the_epoch():
     assert index.entry(key_of(1)).stamp == 0
 
 
-def test_stamps_change_at_most_once_in_a_while():
+def test_stamps_change_at_most_once_per_interval():
     clock = Clock()
     index = DiskIndex(10 * PAGE, clock_ns=clock)
     index.commit(index.reserve(key_of(1), PAGE, busy=set()))

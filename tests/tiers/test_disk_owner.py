@@ -101,7 +101,7 @@ async def test_files_that_cannot_be_closed_do_not_keep_the_directory_locked(conf
     await open_and_close(config)
 
 
-async def test_two_tiers_of_one_process_with_one_directory_are_refused_as_such(config):
+async def test_a_second_tier_of_the_same_process_with_the_same_directory_is_refused(config):
     async with DiskTier(config):
         with pytest.raises(
             TierUnavailableError, match=rf"process {os.getpid()} \(this one\): give each tier"
@@ -109,7 +109,7 @@ async def test_two_tiers_of_one_process_with_one_directory_are_refused_as_such(c
             await open_and_close(config)
 
 
-async def test_a_lock_file_that_is_something_else_is_an_error_with_its_name(config):
+async def test_a_lock_file_that_is_a_link_is_an_error_that_names_it(config):
     config.root.mkdir()
     (config.root / "lock").symlink_to("/etc/passwd")
     with pytest.raises(TierUnavailableError, match="lock"):

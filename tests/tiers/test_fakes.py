@@ -77,7 +77,7 @@ async def holding(arena, *faults):
 @pytest.mark.parametrize(
     ("kind", "error"), [("error", TierUnavailableError), ("refuse", TierError), ("bug", RuntimeError)]
 )
-async def test_a_fault_that_raises_is_for_one_call(arena, allocate, kind, error):
+async def test_a_fault_that_raises_affects_one_call(arena, allocate, kind, error):
     tier = await holding(arena, Fault(kind))
     with pytest.raises(error):
         await tier.get(key_of(1), allocate)

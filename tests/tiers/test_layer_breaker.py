@@ -89,7 +89,7 @@ async def test_after_failures_calls_fail_at_once_and_after_the_pause_the_breaker
 
 
 @in_virtual_time
-async def test_while_reads_fail_nothing_is_looked_up_but_writes_go_on(arena):
+async def test_while_reads_fail_lookups_are_refused_and_writes_continue(arena):
     inner = ScriptedTier()
     tier = broken_by(inner)
     await fail_reads(tier, inner)
@@ -104,7 +104,7 @@ async def test_while_reads_fail_nothing_is_looked_up_but_writes_go_on(arena):
 
 
 @in_virtual_time
-async def test_while_writes_fail_reads_go_on(arena):
+async def test_while_writes_fail_reads_continue(arena):
     inner = fill(ScriptedTier(), 4)
     tier = broken_by(inner)
     items = chunks(arena, 2)

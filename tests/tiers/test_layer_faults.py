@@ -54,7 +54,7 @@ async def get_all(tier, arena):
     return [type(result) if isinstance(result, Exception) else taken(result) for result in results]
 
 
-async def test_errors_strike_single_chunks_of_a_batch(arena):
+async def test_errors_affect_single_chunks_of_a_batch(arena):
     tier = faulty(filled(), seed=5, error=0.4)
 
     got = await get_all(tier, arena)

@@ -365,7 +365,7 @@ def test_a_chunk_is_kept_if_any_tier_keeps_it_and_its_outcome_is_reported_once(f
     asyncio.run(check())
 
 
-async def test_memory_that_fails_as_a_whole_is_a_counted_drop(arena):
+async def test_a_failure_of_the_whole_memory_tier_is_a_counted_drop(arena):
     class Away(CPUTier):
         async def put_many(self, items):
             raise TierUnavailableError("away")

@@ -88,7 +88,7 @@ def test_a_user_of_the_sentinels_without_a_password_stops_the_start():
 
 
 @pytest.mark.parametrize("name", ["valkey", "redis"])
-def test_both_names_lead_to_the_tier(name):
+def test_valkey_and_redis_name_the_same_tier(name):
     rig = Rig()
     config = load_config(env={}, extra={"tiers": ["cpu", {"name": name, "url": "redis://host"}]})
 

@@ -126,7 +126,7 @@ def test_the_tests_know_the_master_of_each_slot(cluster):
 
 
 @pytest.mark.one_loop
-async def test_a_cluster_serves_on_without_one_of_its_nodes(cluster, arena, allocate):
+async def test_a_cluster_continues_without_one_of_its_nodes(cluster, arena, allocate):
     settings = config(cluster.url, mode="cluster", node_pause_s=0.01)
     homes = of_each(settings, 3)
     lost, first, second = homes

@@ -230,7 +230,7 @@ async def test_closing_writes_the_queue(arena):
     assert len(tier.records) == 6
 
 
-async def test_closing_with_a_parked_tier_drops_the_rest_within_the_deadline(arena):
+async def test_closing_with_a_suspended_tier_drops_the_rest_within_the_deadline(arena):
     gated = GatedTier(DictTier())
     writer = open_writer(gated, call_bytes=10)
     with leased_items(arena, [10] * 6) as items:

@@ -16,7 +16,7 @@ lmcache_async/engine/builder.py | the hash key of the namespace | tests/security
 lmcache_async/engine/builder.py | chunk_size: {error} | tests/unit/test_engine_groups.py | chunk_size: a record's header
 lmcache_async/engine/sync.py | exists with another config | tests/unit/test_sync_engine.py | exists with another config or other metadata
 lmcache_async/hashing/digest.py | needs the package blake3 | tests/unit/test_hashing_namespace.py | lmcache-async\[blake3\]
-lmcache_async/integration/vllm/config.py | kv_head_shards is {shards}, but {reason} | tests/unit/vllm/test_config.py | test_numbers_of_head_shards_that_are_refused
+lmcache_async/integration/vllm/config.py | kv_head_shards is {shards}, but {reason} | tests/unit/vllm/test_config.py | test_unsuitable_numbers_of_head_shards_are_refused
 lmcache_async/integration/vllm/lookup_server.py | give each vLLM a separate engine_id | tests/security/test_lookup_socket.py | a separate engine_id
 lmcache_async/integration/vllm/lookup_server.py | set VLLM_HOST_IP | tests/security/test_lookup_socket.py | vllm\.lookup_transport: cannot listen at
 lmcache_async/integration/vllm/lookup_server.py | vllm.socket_dir: cannot listen | tests/security/test_lookup_socket.py | vllm\.socket_dir: cannot listen at

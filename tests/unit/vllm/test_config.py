@@ -440,7 +440,7 @@ def test_head_shards_have_every_head_of_every_rank_once_and_in_order(tp_size: in
         (4, 1, {"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "vLLM packs the KV of a head with its"),
     ],
 )
-def test_numbers_of_head_shards_that_are_refused(
+def test_unsuitable_numbers_of_head_shards_are_refused(
     config: Any, setup: Setup, shards: int, tp_size: int, changes: dict[str, Any], reason: str
 ):
     made, cache = with_heads(ranked(config, tp_size, 0), setup, 8, tp_size)

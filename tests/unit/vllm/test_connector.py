@@ -148,7 +148,7 @@ def test_loads_reach_the_workers_even_if_stores_cannot_be_planned(broken: LMCach
     assert broken.build_connector_meta(SimpleNamespace()).loads == loads
 
 
-def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
+def test_an_offered_load_that_cannot_be_planned_is_reported_as_failed(
     broken: LMCacheAsyncConnector, monkeypatch
 ):
     lost: list[Any] = []
@@ -160,7 +160,7 @@ def test_a_load_that_was_promised_and_cannot_be_planned_is_lost_not_forgotten(
     assert lost == [("request", "blocks")]
 
 
-def test_a_step_of_the_worker_that_breaks_does_not_reach_vllm(broken: LMCacheAsyncConnector):
+def test_an_error_in_a_step_of_the_worker_does_not_reach_vllm(broken: LMCacheAsyncConnector):
     broken.worker = Broken()  # type: ignore[assignment]
 
     broken.bind_connector_metadata(StepMetadata())
@@ -177,7 +177,7 @@ def test_a_missing_report_of_failed_blocks_is_an_error(broken: LMCacheAsyncConne
 
 
 @pytest.mark.parametrize(("wanted", "piecewise"), [("auto", False), ("never", False), ("always", True)])
-def test_graphs_of_whole_forwards_are_refused_where_each_layer_is_awaited(wanted: str, piecewise: bool):
+def test_full_cuda_graphs_are_refused_if_each_layer_is_awaited(wanted: str, piecewise: bool):
     options = {"vllm.layerwise_load": wanted}
     assert LMCacheAsyncConnector.requires_piecewise_for_cudagraph(options) is piecewise
 

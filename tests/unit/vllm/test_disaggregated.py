@@ -144,7 +144,9 @@ def test_pending_writes_are_awaited_while_others_run(pair: Pair, roles: tuple[st
 
 
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_a_producer_that_died_costs_the_configured_time_and_no_answer(pair: Pair, chunks: int):
+def test_a_dead_producer_delays_a_request_by_the_configured_time_and_changes_no_answer(
+    pair: Pair, chunks: int
+):
     producer = pair.vllm("kv_producer")
     consumer = pair.vllm("kv_consumer", {"vllm.wait_for_producer_s": 0.05})
     tokens = prompt(300)

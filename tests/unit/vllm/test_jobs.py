@@ -48,7 +48,7 @@ def test_the_first_failed_token_is_that_of_the_group_with_the_largest_loss():
     assert both.first_token_in({6}, groups) is None
 
 
-def test_metadata_travels_by_pickle_and_is_small():
+def test_metadata_can_be_pickled_and_is_small():
     data = pickle.dumps(StepMetadata(loads=(job(),), stores=(job(),)))
 
     assert pickle.loads(data) == StepMetadata(loads=(job(),), stores=(job(),))

@@ -46,7 +46,7 @@ def test_the_tail_is_the_prompt_s_whole_blocks_after_its_last_full_chunk(prompt,
         assert chain.tail.keys[1] == hasher.partials(2)[0].key
 
 
-def test_the_other_thread_gets_a_turn_after_each_piece():
+def test_hashing_pauses_after_each_piece():
     pauses: list[int] = []
     chain = opened([1] * (2 * PIECE_TOKENS + 1))
 

@@ -88,7 +88,7 @@ def test_a_hit_that_has_nothing_to_load_is_not_decided(tokens, local, decided):
         ({"tokens_per_s": None}, False, "the prefill speed is not known yet"),
     ],
 )
-def test_hits_that_are_loaded_whatever_they_cost(options, promised, why):
+def test_hits_that_are_loaded_regardless_of_their_cost(options, promised, why):
     hit = Hit(costs_of((10, 100.0)), 1000, 0, 1001)
     decision = decider(**options).decide("r", hit, promised=promised)
 

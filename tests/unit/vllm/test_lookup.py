@@ -199,7 +199,7 @@ PROMPT = list(range(30))
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
 
-def test_ranks_on_other_hosts_are_asked_over_tcp_once_their_addresses_are_known(unserved: Ranks):
+def test_ranks_on_other_hosts_are_queried_over_tcp_once_their_addresses_are_known(unserved: Ranks):
     addresses = {}
     for rank, engine in enumerate(unserved.engines):
         server = LookupServer(engine, unserved.identities[rank], "127.0.0.1", clear=engine.clear)
@@ -278,7 +278,7 @@ def test_lookups_are_immediate_misses_until_every_rank_answers(unserved: Ranks):
     ("ours", "theirs", "chunk_size"),
     [(KEY, OTHER_KEY, CHUNK), (KEY, b"", CHUNK), (b"", KEY, CHUNK), (KEY, KEY, 16)],
 )
-def test_ranks_with_another_hash_key_or_chunk_size_are_not_asked(
+def test_ranks_with_another_hash_key_or_chunk_size_are_not_queried(
     unserved: Ranks, until, ours: bytes, theirs: bytes, chunk_size: int
 ):
     unserved.identities = [
@@ -381,7 +381,7 @@ def test_a_rank_that_fails_is_a_miss_and_the_pins_of_the_other_are_released(rank
     assert ranks.ask(PROMPT).chunks == 3
 
 
-def test_a_lost_connection_is_found_again(ranks: Ranks, until):
+def test_a_lost_connection_is_opened_again(ranks: Ranks, until):
     ranks.hold(PROMPT)
     ranks.loop.submit(ranks.servers.pop().aclose()).result()
     until(lambda: not ranks.client.connected)
@@ -448,7 +448,7 @@ def test_an_unexpected_error_of_one_task_does_not_end_the_others(
     assert failed.is_set()
 
 
-def test_lookups_of_one_moment_are_all_answered(ranks: Ranks, until):
+def test_concurrent_lookups_are_all_answered(ranks: Ranks, until):
     """Each answer reaches its own lookup, although others are sent and answered meanwhile."""
     ranks.hold(PROMPT)
     turn = threading.Semaphore(0)
@@ -545,7 +545,7 @@ def test_invalid_tokens_give_no_keys_and_do_not_affect_others(ranks: Ranks):
     assert ranks.ask(PROMPT).chunks == 0
 
 
-def test_growing_requests_are_hashed_on(ranks: Ranks, until):
+def test_further_tokens_of_growing_requests_are_hashed(ranks: Ranks, until):
     tokens = list(range(20))
     chain = RequestKeys("r", tokens, 20)
     ranks.client.ask(chain, 20)

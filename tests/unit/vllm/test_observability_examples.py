@@ -162,7 +162,7 @@ def matches(matcher: Any, labels: dict[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=str)
-def test_a_query_finds_real_series_by_labels_that_they_have(query: Query, series: Series) -> None:
+def test_a_query_selects_existing_series_by_existing_labels(query: Query, series: Series) -> None:
     nodes = parts(query.parsed)
     selectors = [
         node.vector_selector if isinstance(node, promql_parser.MatrixSelector) else node
@@ -208,7 +208,7 @@ def test_panels_have_their_own_ids_and_places() -> None:
         taken |= cells
 
 
-def test_the_dashboards_variables_ask_for_real_series(series: Series) -> None:
+def test_the_variables_of_the_dashboard_query_existing_series(series: Series) -> None:
     asked = [one["definition"] for one in dashboard()["templating"]["list"] if one["type"] == "query"]
     for query in asked:
         [(name, label)] = re.findall(r"label_values\((\w+), (\w+)\)", query)
@@ -241,7 +241,7 @@ def test_prometheus_reads_the_rules_and_two_jobs() -> None:
     assert [job["job_name"] for job in config["scrape_configs"]] == ["vllm", "lmcache-async-daemon"]
 
 
-def test_the_docs_have_every_series_as_the_code_does() -> None:
+def test_the_documentation_lists_every_series_of_the_code() -> None:
     page = (EXAMPLES.parents[1] / "docs" / "metrics.md").read_text()
     documented = re.findall(r"^\| `(lmcache_async_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
 

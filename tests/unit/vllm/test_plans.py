@@ -14,7 +14,7 @@ from tests.unit.vllm.test_scheduler import Bench
 STATUS_PAGE = {"http.listen": "127.0.0.1:0"}
 
 
-def test_each_request_is_sent_once_and_no_more_than_the_page_shows() -> None:
+def test_each_load_plan_is_sent_once_and_at_most_as_many_as_the_page_shows() -> None:
     bench = Bench(**STATUS_PAGE)
     request = bench.request(20)
     for _ in range(2):

@@ -209,7 +209,7 @@ def promised_with_states(bench: Bench, *, offered: bool = True, unshared: int = 
     return promised(bench, request)
 
 
-def test_several_groups_are_promised_if_a_consumer_can_continue_there():
+def test_several_groups_are_promised_only_if_a_consumer_can_continue_after_the_promised_tokens():
     assert promised_with_states(Bench(roles=PRODUCER, states=1)) == 4 * CHUNK + 2
     assert promised_with_states(Bench(roles=PRODUCER, states=1), offered=False) == 0
     assert promised_with_states(Bench(roles=PRODUCER, states=1), unshared=1) == 0

@@ -306,7 +306,7 @@ def test_reports_of_host_memory_are_used_until_a_reset():
     assert known(bench, key) == [0, 1]
 
 
-def test_beside_other_connectors_nothing_is_known_of_host_memory():
+def test_with_other_connectors_no_content_of_host_memory_is_known():
     bench = Bench(beside_others=True)
     bench.report(memory={0: MemoryChange("cpu", b"k" * 16, b"")})
 
@@ -686,7 +686,7 @@ def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
     assert len(bench.client.asked) == 1
 
 
-def test_a_load_whose_job_cannot_be_created_is_lost_too():
+def test_a_load_whose_job_cannot_be_created_is_reported_as_failed():
     bench = Bench()
     request = bench.request(30)
     # The key of one rank is missing.
@@ -825,7 +825,7 @@ def test_blocks_of_a_load_with_unknown_outcome_are_not_stored():
     assert spans(bench.step((request, 1)).stores) == [(24, 32), (32, 36)]
 
 
-def test_a_layerwise_load_that_cannot_be_planned_is_lost_in_its_own_step():
+def test_a_layerwise_load_that_cannot_be_planned_fails_in_its_own_step():
     bench = Bench(awaited_tokens=100)
     request = bench.request(30, answer=hit(2, resident=True))
     bench.scheduler.match(request, 4)
@@ -895,7 +895,7 @@ def test_a_request_that_has_waited_too_long_for_another_connector_is_not_stored(
     assert bench.step((other, 40)).stores == ()
 
 
-def test_a_request_does_not_wait_for_another_connector_while_the_own_engines_are_off():
+def test_a_request_does_not_wait_for_another_connector_while_this_connectors_engines_are_off():
     """The end of a step is not reported then. The request is not stored if the engines are connected later."""
     bench = Bench(beside_others=True)
     bench.client.ready = bench.client.connected = False
@@ -1158,7 +1158,7 @@ def test_without_a_connection_to_the_workers_no_block_waits_for_keys(groups: int
     assert bench.pool.get_num_free_blocks() == 1000
 
 
-def test_keys_that_never_come_end_as_a_counted_drop_with_every_block_given_back():
+def test_chunks_whose_keys_are_never_computed_are_counted_drops_and_release_their_blocks():
     bench = Bench()
     bench.client.hashes = False
     request = bench.request(20)

@@ -436,7 +436,7 @@ def test_the_result_of_a_store_for_a_consumer_is_reported(
     assert found.unshared == ({} if unshared is None else {7: unshared})
 
 
-def test_the_models_thread_waits_for_no_engine(worker: Worker, until: Until):
+def test_the_models_thread_never_waits_for_an_engine(worker: Worker, until: Until):
     worker.engine.gate.clear()
     worker.step(job(1), stores=[job(2)])
 
@@ -637,7 +637,7 @@ def waited_load(job_id: int = 1) -> StepMetadata:
     return StepMetadata(loads=(replace(job(job_id), layerwise=True),))
 
 
-def test_a_layerwise_load_holds_up_each_layer_until_its_part_is_there(deep: Worker, until: Until):
+def test_each_layer_waits_until_its_part_of_a_layerwise_load_is_copied(deep: Worker, until: Until):
     deep.engine.gate.clear()
     deep.begin_step(waited_load())
     until(lambda: bool(deep.engine.retrieved))
