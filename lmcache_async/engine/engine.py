@@ -286,7 +286,7 @@ class CacheEngine:
         return await self._lookups.first(runs, lookup_id)
 
     def memory_lookup(self) -> MemoryLookups | None:
-        """Return a lookup of one prompt in host memory, which any thread may use; None without a tier."""
+        """Return a lookup of one prompt in host memory, which any thread may use; None if the engine has no tier."""
         return MemoryLookups.of_stack(self._parts.stack) if self._parts.stack.tiers else None
 
     def watched_memory(self) -> str | None:

@@ -94,7 +94,7 @@ class Pins:
 
 
 class MemoryLookups:
-    """Looks up chunks of one prompt that the fastest tier has in the arena now. For any thread; no call suspends.
+    """Looks up which chunks of one prompt the fastest tier has in the arena. Any thread may use it; no call suspends.
 
     Nothing is leased, so a chunk may be evicted before it is used. In the results `pinned` is the number of chunks in
     the arena.

@@ -506,12 +506,12 @@ async def _call(function: Callable[[], T]) -> T:
 
 
 def _on_host(values: T) -> T:
-    """Copy a tensor to the host on this thread, after the work of its current stream, which may compute it."""
+    """Copy a tensor to the host. The copy waits for the current stream of this thread, which may still compute the tensor."""
     return cast("T", values.detach().cpu()) if isinstance(values, torch.Tensor) else values
 
 
 def _memory_of(kv_caches: Layers) -> _Memory:
-    """Address and form of each tensor, to tell whether two caches are the same memory."""
+    """Address and form of each tensor, to determine whether two caches are the same memory."""
     layers = kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches
     parts = [part for layer in layers for part in ([layer] if isinstance(layer, torch.Tensor) else layer)]
     return [(part.data_ptr(), tuple(part.shape), part.stride(), part.dtype) for part in parts]

@@ -92,7 +92,7 @@ class CallLeases:
         self._leases: list[Buffer] = []
         self._retained: list[Buffer] = []
         self._waiting = 0  # calls of `allocate` that have not returned
-        self._refused_bytes = math.inf  # the smallest request without memory in time
+        self._refused_bytes = math.inf  # of the smallest request that got no memory in time
         self._ended = False
 
     async def allocate(self, nbytes: int) -> Buffer:
@@ -303,7 +303,7 @@ class TierHandle:
             await self._guarded("closing", lambda: self._tier.__aexit__(None, None, None))
 
     async def _end(self, *, timeout_s: float) -> bool:
-        """Let the tier close. If it has not after `timeout_s`, or if cancelled, cancel it and wait for its clean-up.
+        """Let the tier close. After `timeout_s`, or if this call is cancelled, cancel the closing and wait for its clean-up.
 
         Return whether it has closed in time.
         """

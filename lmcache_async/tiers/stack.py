@@ -436,7 +436,7 @@ class TierStack:
             self._log(stacked, "a chunk was not stored", error)
 
     def _promoted(self, stacked: StackedTier, outcomes: Sequence[TierError | None]) -> None:
-        """Count the chunks of a promotion, and log failures. A full tier is not one: promotions do not wait for room."""
+        """Count the chunks of a promotion, and log failures. A full tier is not a failure: promotions do not wait for room."""
         self._counts[stacked.id].promoted(outcomes)
         for error in filter(None, outcomes):
             if not isinstance(error, TierFullError):

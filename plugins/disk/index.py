@@ -16,7 +16,7 @@ from lmcache_async.types import ChunkKey
 
 # Difference between the stamps of two consecutive chunks of a prompt. Larger than the time resolution of file systems.
 STAMP_STEP_NS = 1000
-# A chunk in use gets a new stamp at most this often.
+# Minimum time between two stamps of a chunk that is in use.
 STAMP_AGE_NS = 60 * 10**9
 
 

@@ -148,7 +148,7 @@ class HostTier(BundledTier[HostConfig, Reconnector]):
     async def __aexit__(self, *error: object) -> None:
         """Close after running copies have ended. Other calls fail with TierClosedError; leases stay valid."""
         reconnector = self._usable()
-        assert self._copier is not None  # as the reconnector
+        assert self._copier is not None  # it exists while the tier is open
         reconnector.close()
         await self._end_calls()
         await reconnector.wait_closed()
@@ -209,7 +209,7 @@ class HostTier(BundledTier[HostConfig, Reconnector]):
             raise ProtocolError("a reservation does not have the requested length")
         if not given:
             return results
-        assert self._copier is not None  # as the reconnector
+        assert self._copier is not None  # it exists while the tier is open
         mapping = connection.mapping
         mapping.begin_copy()  # keeps the connection, and with it the reservation, until `end_copy`
         try:

@@ -63,7 +63,7 @@ class LMCacheAsyncConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         # A process imports only its own side.
         reason = unsupported_reason(vllm_config, kv_cache_config)
         if reason is not None:
-            if role == KVConnectorRole.SCHEDULER:  # the workers have the same reason
+            if role == KVConnectorRole.SCHEDULER:  # not in the workers, which would log the same reason
                 logger.report("unsupported", "LMCacheAsyncConnector is off: %s", reason)
             return
         groups = KVGroups.of(kv_cache_config)

@@ -47,12 +47,12 @@ T = TypeVar("T")
 logger = LimitedLogger(logging.getLogger(__name__))
 
 FIRST_BOUNDARIES = 16
-"""Boundaries in the first query for the KV groups other than full attention. Each further query has four times as
-many."""
+"""Number of boundaries in the first query for the KV groups other than full attention. Each further query has four times
+as many."""
 
 SENT_BOUNDARIES = 4
-"""Boundaries at the end of the request that are part of the first message, so that a hit of the whole request takes one
-message."""
+"""Number of boundaries at the end of the request that are part of the first message, so that a hit of the whole request takes
+one message."""
 
 LAST_BLOCKS = 128
 """Number of blocks at the end of a stored prefix where each block boundary is queried. Before them only the ends of
