@@ -152,6 +152,7 @@ class AnsweredLookup:
         promise_matches: Whether the promise matches the model and the prompt of the request.
         queried_at: Time at which the answered query was sent, on the monotonic clock. Its pins are not older.
         answered_at: Time at which the answer arrived.
+        late: Whether the ranks did not answer in time. `answer` is then a miss.
     """
 
     request_id: str
@@ -160,6 +161,7 @@ class AnsweredLookup:
     queried_at: float
     answered_at: float
     promise_matches: bool = False
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -416,7 +418,7 @@ class LookupClient:
         self._answers.append(AnsweredLookup(keys.request_id, lookup.lookup_id, MISS, now, now))
 
     async def _answer(self, pending: PendingLookup) -> None:
-        lookup_id, answer = pending.lookup.lookup_id, MISS
+        lookup_id, answer, late = pending.lookup.lookup_id, MISS, False
         try:
             answer = await self._waiter.answer(pending)
         except TimeoutError:
@@ -425,7 +427,7 @@ class LookupClient:
                 "a lookup was not answered within vllm.lookup_timeout_s of %.3f s; it is a miss",
                 self._timeout_s,
             )
-            pending.abandoned = True
+            pending.abandoned = late = True
         except Exception:  # a failure is a miss
             logger.exception("a lookup failed and is a miss")
             pending.abandoned = True
@@ -438,6 +440,7 @@ class LookupClient:
                 pending.queried_at,
                 self._clock(),
                 pending.promise_matches,
+                late,
             )
         )
         if pending.abandoned:

@@ -239,7 +239,8 @@ class _LookupState:
 
     @property
     def answer(self) -> Answer | None:
-        return self.answered.answer if self.answered is not None else None
+        """The answer; None if there is none yet, or the ranks did not answer in time."""
+        return self.answered.answer if self.answered is not None and not self.answered.late else None
 
     def release(self) -> Release | None:
         """Release the pins, once."""
@@ -448,17 +449,19 @@ class RequestTracker:
         state = self._lookup
         if state is None or self.load_failed or not ready:
             return Offer(0)
-        if state.answered is None:
-            if self._may_wait(state, now):
-                return Offer(None)
+        answered = state.answered
+        if answered is not None:
+            self._repeated = False
+        elif self._may_wait(state, now):
+            return Offer(None)
+        if answered is None or answered.late:
             late, state.timed_out = not state.timed_out, True
             return Offer(0, late=late)
-        self._repeated = False
-        hit = self._tokens_worth_loading(state, state.answered)
+        hit = self._tokens_worth_loading(state, answered)
         external = max(0, hit - self.local_tokens)
         # One token must be left to compute in the same step.
         fits = hit < self.num_tokens and external <= self._policy.layerwise_tokens
-        self._layerwise = state.answered.answer.resident and fits
+        self._layerwise = answered.answer.resident and fits
         return Offer(external, is_async=external > 0 and not self._layerwise)
 
     def _is_old(self, state: _LookupState, now: float) -> bool:

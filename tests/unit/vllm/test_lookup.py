@@ -333,6 +333,22 @@ def test_pins_of_an_answer_that_is_late_or_not_needed_are_released(unserved: Ran
     until(lambda: len(unserved.engines[0].pins) > 0 and not +unserved.engines[0].pins)
 
 
+def test_an_answer_tells_whether_the_ranks_were_late(unserved: Ranks, until):
+    unserved.connect(lookup_timeout_s=0.01)
+    unserved.serve_all()
+    unserved.engines[0].gate = threading.Event()
+    answers: list[AnsweredLookup] = []
+
+    def answered() -> bool:
+        answers.extend(unserved.client.take_answers())
+        return bool(answers)
+
+    unserved.send(PROMPT)
+    until(answered)
+    unserved.engines[0].gate.set()
+    assert [one.late for one in answers] == [True]
+
+
 @pytest.mark.parametrize("stored", [True, False], ids=["late hit", "failed"])
 def test_an_answer_has_the_times_of_its_query_and_of_its_arrival(unserved: Ranks, stored: bool):
     """A request repeats a lookup of a certain age. If that were the age of the query alone, a slow one would never end."""

@@ -414,6 +414,33 @@ def test_an_answer_that_is_late_is_a_miss_and_counted_once():
     assert bench.scheduler.match(request, 0) == (16, True)  # it serves a repeated lookup
 
 
+def test_a_lookup_that_the_ranks_did_not_answer_in_time_is_late_and_no_miss():
+    """The client's deadline may pass between two steps of vLLM, which then sees its answer first."""
+    bench = Bench(**{"http.listen": "127.0.0.1:0"})
+    request = bench.request(20)
+    bench.client.answer(bench.client.asked[-1], MISS, late=True)
+
+    assert bench.scheduler.match(request, 0) == (0, False)
+    bench.allocate(request, 0, 20)
+    metrics = bench.scheduler.metrics
+    assert metrics.values("lookups_total") == {("hit",): 0, ("miss",): 0, ("late",): 1}
+    assert metrics.counter("late_lookups_total").value == 1
+    assert [plan.decided for plan in bench.idle().plans] == ["late"]
+
+
+def test_a_late_lookup_is_repeated_after_some_time_if_its_request_waits():
+    bench = Bench()
+    request = bench.request(20)
+    bench.client.answer(bench.client.asked[-1], MISS, late=True)
+    assert bench.scheduler.match(request, 0) == (0, False)
+    bench.client.time = 3.0
+
+    assert bench.scheduler.match(request, 0) == (None, False)
+    bench.answer(request, hit(2))
+    assert bench.scheduler.match(request, 0) == (16, True)
+    assert bench.scheduler.metrics.counter("late_lookups_total").value == 1
+
+
 @pytest.mark.parametrize(("tokens", "local", "waits"), [(20, 18, False), (20, 16, True), (21, 20, False)])
 def test_no_lookup_is_awaited_if_vllm_has_all_it_can_use(tokens, local, waits):
     bench = Bench()
