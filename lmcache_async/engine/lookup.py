@@ -34,10 +34,14 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class FirstPresent:
-    """Position of the first stored run of keys, and how many of its chunks are pinned in host memory."""
+    """Position of the first stored run of keys, and how many of its chunks are pinned in host memory.
+
+    `tier` is the id of the tier that would serve its last chunk; "" for an empty run.
+    """
 
     position: int
     pinned: int
+    tier: str
 
 
 class Pins:
@@ -143,7 +147,7 @@ class MemoryLookups:
         del lookup_id
         for position, run in enumerate(runs):
             if self._count(run) == len(run):
-                return FirstPresent(position, len(run))
+                return FirstPresent(position, len(run), self._id if run else "")
         return None
 
     def _count(self, keys: Sequence[ChunkKey]) -> int:
@@ -185,7 +189,7 @@ class Lookups:
             return None
         position, tiers = found
         pinned = await self._pin(runs[position], tiers, lookup_id) if lookup_id is not None else 0
-        return FirstPresent(position, pinned)
+        return FirstPresent(position, pinned, self.stack.tiers[tiers[-1]].id if tiers else "")
 
     async def _find(self, runs: Sequence[Sequence[ChunkKey]]) -> tuple[int, Sequence[int]] | None:
         """Query the first run alone, because it is often found, and then all others concurrently."""

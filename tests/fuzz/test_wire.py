@@ -71,7 +71,7 @@ good = st.sampled_from(
         {"op": "unpin", "lookup_id": "r#1"},
         {"id": 4, "op": "clear", "epoch": 1, "memory_only": True},
         {"id": 1, **asdict(IDENTITY)},
-        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "found": [[-1, 0], [-1, 0]]},
+        {"id": 2, "count": 3, "pinned": 3, "tiers": {"cpu": 3}, "found": [[-1, 0, ""], [-1, 0, ""]]},
         {"op": "goodbye"},
     ]
 )
@@ -122,7 +122,7 @@ class Engine:
 
     async def first_present(self, runs, *, lookup_id=None):
         del lookup_id
-        return SimpleNamespace(position=0, pinned=True) if runs else None
+        return SimpleNamespace(position=0, pinned=True, tier="cpu") if runs else None
 
     def unpin(self, lookup_id):
         assert isinstance(lookup_id, str)
@@ -189,7 +189,7 @@ def check_still_serving(path: Path) -> None:
         "pinned": 3,
         "tiers": {"cpu": 3},
         "costs": b"",
-        "found": [[-1, 0]],
+        "found": [[-1, 0, ""]],
     }
 
 

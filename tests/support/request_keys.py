@@ -59,7 +59,7 @@ class Rank:
         keys = unpack_keys(message.get("keys", b""))  # type: ignore[arg-type]
         count = next((at for at, key in enumerate(keys) if key not in self.stored), len(keys))
         runs = message["runs"] if count == len(keys) else [[b"", b""]] * len(message["runs"])  # type: ignore[arg-type]
-        found = [[self._first(packed), 0] for packed in runs]  # type: ignore[attr-defined]
+        found = [[self._first(packed), 0, "cpu"] for packed in runs]  # type: ignore[attr-defined]
         if message["op"] == "first":
             return {"found": found}
         return {"count": count, "pinned": count, "tiers": {}, "costs": self.costs, "found": found}

@@ -63,7 +63,9 @@ async def test_a_lookup_in_memory_finds_the_same_and_pins_nothing():
         assert await memory.lookup_keys(keys) == replace(await engine.lookup_keys(keys), pinned=5)
         assert (await memory.lookup_keys([*keys[:2], *others])).count == 2
         assert await memory.lookup_keys(others) == await engine.lookup_keys(others)
-        assert await memory.first_present([others, [*keys[:1], *others], keys[:2]]) == FirstPresent(2, 2)
+        assert await memory.first_present([others, [*keys[:1], *others], keys[:2]]) == FirstPresent(
+            2, 2, "cpu"
+        )
         assert await memory.first_present([others]) is None
         assert engine.statistics().pinned_chunks == 0
 
@@ -113,9 +115,9 @@ async def test_no_more_is_pinned_than_there_is_room_for():
         second = await engine.lookup_keys(keys, lookup_id="b")
 
         assert (first.count, first.pinned, second.count, second.pinned) == (3, 3, 5, 1)
-        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=0)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, 0, "cpu")
         engine.unpin("a")
-        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, pinned=1)
+        assert await engine.first_present(alone(keys), lookup_id="c") == FirstPresent(0, 1, "cpu")
 
 
 @pytest.mark.parametrize(("tokens", "found"), [(TOKENS, 2), (OTHERS, 0)])
@@ -156,7 +158,7 @@ async def test_chunks_in_a_slower_tier_only_are_found_but_not_pinned():
 
         assert (result.count, result.pinned, dict(result.by_tier)) == (5, 3, {"cpu": 3, "dict": 2})
         assert engine.statistics().pinned_chunks == 3
-        assert await engine.first_present(alone(keys[1:]), lookup_id="b") == FirstPresent(0, pinned=0)
+        assert await engine.first_present(alone(keys[1:]), lookup_id="b") == FirstPresent(0, 0, "dict")
         assert engine.statistics().pinned_chunks == 3
 
 
@@ -167,10 +169,10 @@ async def test_first_present_is_the_first_that_any_tier_has():
         keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
         await tiers_of(engine)[0].remove(keys[0])
 
-        assert await engine.first_present(alone([*strangers, *keys])) == FirstPresent(5, pinned=0)
-        assert await engine.first_present(alone([strangers[0], *keys[1:]])) == FirstPresent(1, pinned=0)
+        assert await engine.first_present(alone([*strangers, *keys])) == FirstPresent(5, 0, "dict")
+        assert await engine.first_present(alone([strangers[0], *keys[1:]])) == FirstPresent(1, 0, "cpu")
         assert await engine.first_present(alone([strangers[0], *keys[1:]]), lookup_id="a") == FirstPresent(
-            1, pinned=1
+            1, 1, "cpu"
         )
         assert await engine.first_present(alone(strangers), lookup_id="a") is None
         assert await engine.first_present([], lookup_id="a") is None
@@ -187,7 +189,7 @@ async def test_first_present_pins_beside_the_former_pin_and_unpin_ends_both():
         await engine.lookup_keys(keys, lookup_id="a")
 
         assert await engine.first_present(alone(keys_of(engine, tail)), lookup_id="a") == FirstPresent(
-            0, pinned=1
+            0, 1, "cpu"
         )
         assert engine.statistics().pinned_chunks == 6
         assert await store(rig, engine, OTHERS) == 0  # pinned chunks may not be evicted for these
@@ -205,7 +207,7 @@ async def test_a_run_of_keys_is_present_only_if_all_of_it_is():
         await tiers_of(engine)[0].remove(keys[1])
         runs = [[strangers[0], keys[0]], [keys[0], strangers[0]], keys[:3], keys[3:]]
 
-        assert await engine.first_present(runs, lookup_id="a") == FirstPresent(2, pinned=2)
+        assert await engine.first_present(runs, lookup_id="a") == FirstPresent(2, 2, "cpu")
         assert engine.statistics().pinned_chunks == 2  # the third is in the slower tier only
         assert await engine.first_present(runs[:2], lookup_id="a") is None
         engine.unpin("a")
@@ -232,7 +234,7 @@ async def test_all_runs_but_the_first_are_queried_at_the_same_time():
         keys, strangers = keys_of(engine), keys_of(engine, OTHERS)
         await tiers_of(engine)[0].remove(keys[0])
 
-        assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, pinned=0)
+        assert await engine.first_present(alone([*strangers[:4], keys[0]])) == FirstPresent(4, 0, "dict")
         assert made.tier.most == 4
 
 
@@ -261,7 +263,7 @@ def test_a_tier_that_never_answers_does_not_hide_chunks_in_host_memory():
             result = await engine.lookup_keys([*keys, ChunkKey(bytes(16))], lookup_id="a")
 
             assert (report.stored, result.count, result.pinned) == (5, 5, 5)
-            assert await engine.first_present([[ChunkKey(bytes(16))], keys]) == FirstPresent(1, pinned=0)
+            assert await engine.first_present([[ChunkKey(bytes(16))], keys]) == FirstPresent(1, 0, "cpu")
             loaded = await engine.retrieve([*TOKENS, *range(8)], range(48))
             assert int(loaded.sum()) == 40
 

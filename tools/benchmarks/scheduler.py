@@ -64,7 +64,7 @@ class KnownKeys:
     ) -> FirstPresent | None:
         del lookup_id
         position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
-        return FirstPresent(position, pinned=True) if position is not None else None
+        return FirstPresent(position, pinned=True, tier="cpu") if position is not None else None
 
     def unpin(self, lookup_id: str) -> None:
         del lookup_id

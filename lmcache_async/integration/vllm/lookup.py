@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -100,8 +100,10 @@ class Answer:
         chunks: Leading full chunks.
         partial_tokens: Tokens of the partial chunk after them; 0 for none.
         partial_keys: Key of the partial chunk, by rank.
-        tiers: Number of records found in each tier, by tier id, on the first rank, in the order of the prefix. A chunk has
-            one in each group of full attention.
+        tiers: Number of records of the full chunks in each tier, by tier id, on the first rank, in the order of the prefix.
+            A chunk has one in each group of full attention.
+        end_tier: Id of the tier of the partial chunk on the first rank, or of the records at the boundary if there is none; ""
+            without either.
         pinned: Whether a rank may hold leases for this lookup, which have to be released.
         resident: Whether every rank holds leases for the whole hit, so that it stays in host memory.
         costs: Cost of loading the full chunks, until the slowest rank has finished.
@@ -114,6 +116,7 @@ class Answer:
     partial_keys: tuple[bytes, ...] = ()
     partial_text: str = ""
     tiers: Mapping[str, int] = field(default_factory=dict)
+    end_tier: str = ""
     pinned: bool = False
     resident: bool = False
     costs: Costs = ()
@@ -125,19 +128,21 @@ class Answer:
         return tokens if self.boundary is None else min(tokens, self.boundary)
 
     def tokens_by_tier(self, first: int, stop: int, chunk_size: int) -> dict[str, int]:
-        """Return the number of the tokens `first`..`stop` of the hit in each tier; they add up, and none is 0.
+        """Return the number of the tokens `first`..`stop` of the hit in each tier; none is 0.
 
-        Each tier is taken to have one run of chunks. The partial chunk is taken to be in the last tier.
+        They add up, unless the hit needs no record. Each tier is taken to have one run of chunks.
         """
         total, full_tokens = sum(self.tiers.values()), self.chunks * chunk_size
         split: dict[str, int] = {}
         counted = 0
         for tier, records in self.tiers.items():
             counted += records
-            end = stop if counted == total else min(full_tokens * counted // total, stop)
+            end = min(full_tokens * counted // total, stop)
             if end > first:
                 split[tier] = end - first
                 first = end
+        if stop > first and self.end_tier:
+            split[self.end_tier] = split.get(self.end_tier, 0) + stop - first
         return split
 
 
@@ -965,7 +970,8 @@ class Query:
             partial_tokens=len(partial[0].tokens) if partial else 0,
             partial_keys=tuple(chunk.key for chunk in partial),
             partial_text=partial[0].extra if partial else "",
-            tiers=_tiers(replies[0]),
+            tiers=_tiers(replies[0], hit * records),
+            end_tier=ends_found[0].tier if partial else "",
             pinned=pinned,
             resident=counts == held and (not partial or all(each.resident for each in ends_found)),
             costs=slowest([_by_chunk(each, records) for each in costs], hit),
@@ -1020,23 +1026,26 @@ class _First:
         position: Index of the run; -1 for none.
         pinned: Whether some records of the run are pinned in host memory.
         resident: Whether all of its records are pinned.
+        tier: Id of the tier of its last record; "" if it has none.
     """
 
     position: int
     pinned: bool
     resident: bool
+    tier: str
 
     @classmethod
     def of(cls, reply: Message, index: int, runs: Sequence[bytes]) -> _First:
         """Read the answer to the list of runs with this index in the message."""
         match reply.get("found"):
             case [*found] if (
-                index < len(found) and isinstance(found[index], list | tuple) and len(found[index]) == 2
+                index < len(found) and isinstance(found[index], list | tuple) and len(found[index]) == 3
             ):
                 position = _number(found[index][0], -1, len(runs) - 1)
                 length = len(runs[position]) // KEY_BYTES if position >= 0 else 0
                 pinned = _number(found[index][1], 0, length)
-                return cls(position, pinned > 0, pinned == length)
+                if isinstance(found[index][2], str):
+                    return cls(position, pinned > 0, pinned == length, found[index][2])
         raise ValueError(f"a rank answered {reply!r:.80}, expected the positions of runs")
 
 
@@ -1057,10 +1066,13 @@ async def _ask_first(
     return [_First.of(reply, 0, own) for reply, own in zip(replies, runs, strict=True)]
 
 
-def _at_boundary(answer: Answer, boundary: int, found: Iterable[_First]) -> Answer:
+def _at_boundary(answer: Answer, boundary: int, found: Sequence[_First]) -> Answer:
     """The answer for a boundary that every rank has found."""
     return replace(
-        answer, boundary=boundary, resident=answer.resident and all(each.resident for each in found)
+        answer,
+        boundary=boundary,
+        end_tier=answer.end_tier or found[0].tier,
+        resident=answer.resident and all(each.resident for each in found),
     )
 
 
@@ -1097,10 +1109,16 @@ def _number(value: object, least: int, most: int) -> int:
     return value
 
 
-def _tiers(reply: Message) -> dict[str, int]:
+def _tiers(reply: Message, records: int) -> dict[str, int]:
+    """Return the number of the first `records` records in each tier. The other ranks may lack those after them."""
     tiers = reply.get("tiers")
     if not isinstance(tiers, dict) or not all(
         isinstance(name, str) and type(count) is int for name, count in tiers.items()
     ):
         raise ValueError(f"a rank answered tiers={tiers!r:.40}, expected numbers of records by tier id")
-    return tiers
+    found = {}
+    for name, count in tiers.items():
+        if (counted := min(count, records)) > 0:
+            found[name] = counted
+            records -= counted
+    return found

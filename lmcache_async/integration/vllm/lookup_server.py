@@ -45,7 +45,7 @@ from lmcache_async.types import KEY_BYTES, MAX_CHUNK_SIZE, ChunkKey
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_MESSAGE_BYTES = 16 << 20  # a million keys
 MAX_TEXT_BYTES = 4096
 _MAX_ENTRIES = 64  # of a map or a list
@@ -570,12 +570,12 @@ async def _prefix(
 
 async def _first(
     lookups: Lookups, lookup_id: str, alternatives: list[list[Sequence[ChunkKey]]]
-) -> list[list[int]]:
-    """For each list of runs, the position of the first run that is stored, -1 for none, and its pinned records."""
-    answers = []
+) -> list[list[int | str]]:
+    """For each list of runs, the position of the first run that is stored, -1 for none, its pinned records and its tier."""
+    answers: list[list[int | str]] = []
     for runs in alternatives:
         found = await lookups.first_present(runs, lookup_id=lookup_id or None) if runs else None
-        answers.append([-1, 0] if found is None else [found.position, found.pinned])
+        answers.append([-1, 0, ""] if found is None else [found.position, found.pinned, found.tier])
     return answers
 
 

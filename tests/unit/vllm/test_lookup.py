@@ -62,6 +62,7 @@ class KeySet:
     broken: bool = False
     in_memory: bool = True
     partial_in_memory: bool = True
+    chunks_in_memory: int = 1000
     cleared: list[tuple[int, bool]] = field(default_factory=list)
     first_of: list[str | None] = field(default_factory=list)
 
@@ -72,14 +73,18 @@ class KeySet:
             raise OSError("the disk is gone")
         count = next((at for at, key in enumerate(keys) if key not in self.keys), len(keys))
         self.pins[lookup_id] += 1
-        return LookupResult(count=count, by_tier={"cpu": count}, pinned=count if self.in_memory else 0)
+        fast = min(count, self.chunks_in_memory)
+        by_tier = {tier: chunks for tier, chunks in (("cpu", fast), ("disk", count - fast)) if chunks}
+        return LookupResult(count=count, by_tier=by_tier, pinned=count if self.in_memory else 0)
 
     async def first_present(self, runs, *, lookup_id=None):
         self.first_of.append(lookup_id)
         position = next((at for at, run in enumerate(runs) if self.keys.issuperset(run)), None)
         if position is None:
             return None
-        return FirstPresent(position, len(runs[position]) if self.partial_in_memory else 0)
+        if self.partial_in_memory:
+            return FirstPresent(position, len(runs[position]), "cpu")
+        return FirstPresent(position, 0, "disk")
 
     def unpin(self, lookup_id):
         self.pins[lookup_id] -= 1
@@ -331,6 +336,25 @@ def test_pins_of_an_answer_that_is_late_or_not_needed_are_released(unserved: Ran
     unserved.engines[0].gate.set()
     unserved.wait(lookup)
     until(lambda: len(unserved.engines[0].pins) > 0 and not +unserved.engines[0].pins)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),  # of 30 tokens; rank 1 has these
+    [(30, {"cpu": 16, "disk": 14}), (24, {"cpu": 16, "disk": 8}), (8, {"cpu": 8}), (4, {"disk": 4}), (0, {})],
+)
+def test_the_tokens_of_a_hit_are_attributed_to_the_tiers_that_have_them(ranks: Ranks, tokens: int, found):
+    """Rank 0 has more of the prompt, which is no part of the hit."""
+    for engine in ranks.engines:
+        engine.chunks_in_memory, engine.partial_in_memory = 2, False
+    ranks.hold(PROMPT)
+    ranks.hold(PROMPT[:tokens], ranks=[0])
+    ranks.engines[1].keys.clear()
+    ranks.hold(PROMPT[:tokens], ranks=[1])
+
+    answer = ranks.ask(PROMPT)
+
+    assert answer.hit_tokens(CHUNK) == tokens
+    assert answer.tokens_by_tier(0, tokens, CHUNK) == found
 
 
 def test_an_answer_tells_whether_the_ranks_were_late(unserved: Ranks, until):

@@ -261,7 +261,9 @@ def spans(jobs: tuple[Job, ...]) -> list[tuple[int, int]]:
 
 def hit(chunks: int, partial: int = 0, *, resident: bool = False) -> Answer:
     keys = (b"p" * 16, b"q" * 16) if partial else ()
-    return Answer(chunks, partial, keys, "", {"cpu": chunks}, pinned=True, resident=resident)
+    return Answer(
+        chunks, partial, keys, "", {"cpu": chunks} if chunks else {}, "cpu", pinned=True, resident=resident
+    )
 
 
 # Lookups
@@ -482,8 +484,8 @@ def test_hits_that_are_faster_to_compute_are_loaded_if_all_are_to_be_loaded():
 def test_only_the_part_of_a_hit_in_the_fast_tier_is_loaded():
     bench = Bench(**SLOW)
     request = bench.request(40)
-    answer = Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 1, "disk": 3}, costs=((1, 0.1), (4, 9.0)))
-    bench.answer(request, answer)
+    keys, tiers = (b"p" * 16, b"q" * 16), {"cpu": 1, "disk": 3}
+    bench.answer(request, Answer(4, 4, keys, "", tiers, "disk", costs=((1, 0.1), (4, 9.0))))
 
     assert bench.scheduler.match(request, 0) == (8, True)
     bench.allocate(request, 8, 40)
@@ -502,7 +504,7 @@ def test_only_the_part_of_a_hit_in_the_fast_tier_is_loaded():
 def test_tokens_after_those_of_vllm_are_counted_for_the_tier_that_has_them():
     bench = Bench()
     request = bench.request(40)
-    bench.answer(request, Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 2, "disk": 2}))
+    bench.answer(request, Answer(4, 4, (b"p" * 16, b"q" * 16), tiers={"cpu": 2, "disk": 2}, end_tier="disk"))
 
     assert bench.scheduler.match(request, 12) == (24, True)
     bench.allocate(request, 24, 40)

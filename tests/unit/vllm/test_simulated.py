@@ -468,7 +468,19 @@ def test_a_hit_has_all_of_a_prompt_that_vllm_can_use(
     assert sim.cached_tokens["warm"] == (0, hit)
     assert sim.computed_tokens == length + (length - hit or 1) + 2 * 3  # and three generated tokens each
     assert sim.outputs["cold"] == sim.outputs["warm"] == expected(tokens, 4)
-    assert scheduler_of(sim).metrics.counter("failed_loads_total").value == 0
+    counted = scheduler_of(sim).metrics.values
+    assert counted("load_tokens_total") == {("cpu",): hit}
+    assert counted("failed_loads_total") == {(): 0}
+
+
+def test_a_hit_within_the_first_chunk_is_counted_by_its_tier(simulators: Simulators):
+    sim, tokens = simulators.stored(num_tokens=40)
+    sim.add("warm", tokens)
+    sim.run()
+
+    counted = scheduler_of(sim).metrics.values
+    assert counted("lookup_hit_tokens_total") == counted("load_tokens_total") == {("cpu",): 32}
+    assert sim.cached_tokens["warm"] == (0, 32)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
