@@ -49,7 +49,6 @@ class SchedulerMetrics(Metrics):
             self.counter("lookups_total", result)
         for cause in ("blocks", "keys"):
             self.counter("skipped_chunks_total", cause)
-        self._loading: dict[str, Admission] = {}  # by request id
         self._changed = True
         self._decided = 0
         self._promised = 0
@@ -83,18 +82,12 @@ class SchedulerMetrics(Metrics):
             return
         for tier, tokens in admission.hit_by_tier.items():
             self.counter("lookup_hit_tokens_total", tier).add(tokens)
-        if plan.load_tokens:
-            self._loading[plan.request_id] = admission
 
-    def load_ended(self, request_id: str, *, failed: bool) -> None:
+    def load_ended(self, tokens: int, by_tier: Mapping[str, int]) -> None:
         """Count the loaded tokens and the time that computing them would have taken."""
-        admission = self._loading.pop(request_id, None)
-        if admission is None or failed:
-            return
-        self._changed = True
-        for tier, tokens in admission.load_by_tier.items():
-            self.counter("load_tokens_total", tier).add(tokens)
-        self._saved_s.add(self._policy.prefill.seconds(admission.plan.load_tokens))
+        for tier, loaded in by_tier.items():
+            self.counter("load_tokens_total", tier).add(loaded)
+        self._count(self._saved_s, self._policy.prefill.seconds(tokens))
 
     def take(self) -> Samples:
         """Return the changes since the last call. If nothing has changed, the call only compares two numbers."""

@@ -188,14 +188,12 @@ class Admission:
     Attributes:
         result: Outcome of the lookup (`hit`, `miss`, `late`, `unneeded`); None if none is counted.
         hit_by_tier: Tokens of the hit that vLLM does not have itself, by tier id.
-        load_by_tier: Of these, tokens that are loaded.
         first: The request was not admitted before.
     """
 
     result: str | None
     plan: RequestPlan
     hit_by_tier: Mapping[str, int]
-    load_by_tier: Mapping[str, int]
     first: bool
 
 
@@ -520,7 +518,6 @@ class RequestTracker:
             self._result(state, hit),
             plan,
             self.tokens_by_tier(min(hit, self.num_tokens) - self.local_tokens),
-            self.tokens_by_tier(load_tokens),
             first,
         )
 

@@ -400,13 +400,14 @@ class StoreQueue:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Load:
-    """A load that not every rank has finished."""
+    """A load that not every rank has finished. The tokens from `stop` on are not loaded."""
 
     tracker: RequestTracker
     job: Job
-    local_tokens: int
+    span: LoadSpan
+    stop: int
 
 
 class SchedulerConnector:
@@ -712,7 +713,7 @@ class SchedulerConnector:
             else:
                 # Whether the load has failed is not known yet. Blocks that its step computed after the hit are in vLLM's
                 # prefix cache, and they cannot be found by the request any more when it is known.
-                self._manager.evict_blocks(self._blocks_after(request.request_id, load.local_tokens))
+                self._manager.evict_blocks(self._blocks_after(request.request_id, load.span.local))
         self._release(tracker.lookup_unused())
         if tracker.request_id in self._viewed:  # let the ranks' eviction policies learn of the lookup
             self._viewed.discard(tracker.request_id)
@@ -887,20 +888,24 @@ class SchedulerConnector:
             awaited=resident and not span.layerwise and span.hit - span.local <= self._awaited_tokens,
         )
         self._new_loads.append(job)
-        self._loads[tracker.request_id] = _Load(tracker, job, span.local)
+        self._loads[tracker.request_id] = _Load(tracker, job, span, span.hit)
         self.metrics.load_planned()
 
     def _load_ended(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
-        if load is not None:
-            self._release(load.tracker.load_ended())
-            self.metrics.load_ended(request_id, failed=load.tracker.load_failed)
+        if load is None:
+            return
+        self._release(load.tracker.load_ended())
+        start, stop, answer = load.span.local, load.stop, load.span.answer
+        by_tier = answer.tokens_by_tier(start, stop, self._policy.chunk_size) if answer is not None else {}
+        self.metrics.load_ended(stop - start, by_tier)
 
     def _loads_failed(self, bad_blocks: set[int]) -> None:
         for request_id, load in self._loads.items():
             first_token = load.job.first_token_in(bad_blocks, self._groups)
             if first_token is None:
                 continue
+            load.stop = min(load.stop, first_token)
             if load.tracker.load_tokens_failed(first_token):
                 self.metrics.load_failed()
             if load.job.layerwise:
@@ -919,6 +924,7 @@ class SchedulerConnector:
         load = self._loads.get(request_id)
         if load is None:
             return
+        load.stop = load.span.local
         if load.tracker.load_tokens_failed(0):
             self.metrics.load_failed()
         logger.report("load", "a load of request %s failed; all of its tokens are computed", request_id)
@@ -929,7 +935,7 @@ class SchedulerConnector:
         if others is not None and others.matched(tracker, now, connected=self._client.connected):
             return True
         local = tracker.local_tokens
-        return any(load.job.layerwise and load.local_tokens < local for load in self._loads.values())
+        return any(load.job.layerwise and load.span.local < local for load in self._loads.values())
 
     # Stores
 

@@ -705,6 +705,21 @@ def test_after_a_failed_load_vllm_computes_and_the_computed_chunks_are_stored_ag
     assert spans(stores) == [(8, 32), (32, 36)]
 
 
+def test_of_a_load_that_fails_in_part_the_rest_is_counted_as_loaded():
+    """The ranks report the failures in different steps."""
+    bench = Bench(**{"vllm.prefill_tokens_per_s": 100})
+    request, job = load(bench, hit(4, 4), num_tokens=37, local=4)
+    touched = job.touched_blocks()
+
+    bench.report(bad=set(touched[10:]))
+    bench.report(bad=set(touched[6:8]), finished={request.request_id})
+
+    counted = bench.scheduler.metrics.values
+    assert counted("failed_loads_total") == {(): 1}
+    assert counted("load_tokens_total") == {("cpu",): 6 * BLOCK}
+    assert counted("prefill_saved_seconds_total") == {(): 0.12}
+
+
 def test_a_load_that_failed_from_the_first_token_on_is_not_tried_again():
     bench = Bench()
     request, job = load(bench, hit(3), num_tokens=37, local=0)
