@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -198,12 +198,11 @@ class Decision:
 
 
 class LoadPolicy:
-    """Decides how much of a hit is loaded, and counts the decisions `load`, `recompute` and `partial`."""
+    """Decides how much of a hit is loaded."""
 
     def __init__(self, prefill: PrefillClock, chunk_size: int, *, always: bool = False) -> None:
         self._logger = LimitedLogger(logging.getLogger(__name__), clock=prefill.now)
         self.prefill = prefill
-        self.counts: Counter[str] = Counter()
         self._chunk_size = chunk_size
         self._always = always
 
@@ -223,7 +222,6 @@ class LoadPolicy:
         decided: Literal["load", "recompute", "partial"] = (
             "load" if chosen == hit.tokens else "partial" if chosen > hit.local_tokens else "recompute"
         )
-        self.counts[decided] += 1
         why = why or _comparison(decided, hit, chosen, times)
         if decided != "load":
             self._logger.log(

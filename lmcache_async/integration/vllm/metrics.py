@@ -24,6 +24,9 @@ from lmcache_async.metrics.series import ENGINE_SERIES, PREFIX, SCHEDULER_SERIES
 
 logger = LimitedLogger(logging.getLogger(__name__))
 
+_DECIDED = ("load", "recompute", "partial")
+"""Decisions about a hit that are counted."""
+
 _RATE_TOKENS = 1000
 """Prompt length for which the prefill speed is exported."""
 
@@ -32,7 +35,7 @@ class SchedulerMetrics(Metrics):
     """Metrics that the scheduler's thread counts, with a few additions per request.
 
     Args:
-        policy: Decides between loading and recomputation, and counts its decisions.
+        policy: Decides between loading and recomputation.
         promises: Returns the counts of the promises of producers.
     """
 
@@ -47,13 +50,14 @@ class SchedulerMetrics(Metrics):
         self._saved_s = self.counter("prefill_saved_seconds_total")
         for result in ("hit", "miss"):
             self.counter("lookups_total", result)
+        for decided in _DECIDED:
+            self.counter("decided_total", decided)
         for cause in ("blocks", "keys"):
             self.counter("skipped_chunks_total", cause)
         self._changed = True
-        self._decided = 0
         self._promised = 0
         self._taken = Samples()
-        self.sources.append(self._add_decisions)
+        self.sources.append(self._add_others)
 
     def lookup_late(self) -> None:
         """Count a lookup that was late for the first time."""
@@ -82,6 +86,8 @@ class SchedulerMetrics(Metrics):
             return
         for tier, tokens in admission.hit_by_tier.items():
             self.counter("lookup_hit_tokens_total", tier).add(tokens)
+        if plan.decided in _DECIDED:
+            self.counter("decided_total", plan.decided).add()
 
     def load_ended(self, tokens: int, by_tier: Mapping[str, int]) -> None:
         """Count the loaded tokens and the time that computing them would have taken."""
@@ -91,11 +97,11 @@ class SchedulerMetrics(Metrics):
 
     def take(self) -> Samples:
         """Return the changes since the last call. If nothing has changed, the call only compares two numbers."""
-        decided, promises = self._policy.counts.total(), self._promises()
+        promises = self._promises()
         promised = promises.kept + promises.late + promises.mismatched
-        if not self._changed and (decided, promised) == (self._decided, self._promised):
+        if not self._changed and promised == self._promised:
             return Samples()
-        self._changed, self._decided, self._promised = False, decided, promised
+        self._changed, self._promised = False, promised
         now = self.read()
         added, self._taken = now.since(self._taken), now
         return added
@@ -104,9 +110,7 @@ class SchedulerMetrics(Metrics):
         counter.add(amount)
         self._changed = True
 
-    def _add_decisions(self, out: Samples) -> None:
-        for decided, count in {"load": 0, "recompute": 0, "partial": 0, **self._policy.counts}.items():
-            out.add("decided_total", count, decided)
+    def _add_others(self, out: Samples) -> None:
         prefill = self._policy.prefill
         if prefill.known and (seconds := prefill.seconds(_RATE_TOKENS)) > 0:
             out.add("prefill_tokens_per_second", _RATE_TOKENS / seconds)

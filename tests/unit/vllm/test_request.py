@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_async.integration.vllm.groups import KVGroup, KVGroups
 from lmcache_async.integration.vllm.keys import Adapter, RequestKeys
-from lmcache_async.integration.vllm.load_policy import LoadPolicy, PrefillClock
+from lmcache_async.integration.vllm.load_policy import Decision, Hit, LoadPolicy, PrefillClock
 from lmcache_async.integration.vllm.lookup import MISS, Answer, AnsweredLookup, Lookup
 from lmcache_async.integration.vllm.request import (
     Release,
@@ -120,16 +120,22 @@ def test_a_load_that_was_never_offered_cannot_start() -> None:
 
 
 def test_a_hit_is_decided_once_for_each_number_of_local_tokens() -> None:
+    decided_at: list[int] = []
     decider = LoadPolicy(PrefillClock(lambda: 0.0, 1000.0), CHUNK)
-    tracker = tracker_of(1001, policy(decider))
+    decide = decider.decide
+
+    def noted(request_id: str, hit: Hit, *, promised: bool) -> Decision:
+        decided_at.append(hit.local_tokens)
+        return decide(request_id, hit, promised=promised)
+
+    tracker = tracker_of(1001, replace(policy(decider), decide=noted))
     answer(tracker, ask(tracker), Answer(10, costs=((10, 1.5),)))
 
     tracker.local_found(0)
     assert [tracker.offer(0.0, ready=True).tokens for _ in range(3)] == [0, 0, 0]
-    assert decider.counts == {"recompute": 1}
     tracker.local_found(72)
     assert tracker.offer(0.0, ready=True).tokens == 0
-    assert decider.counts == {"recompute": 2}
+    assert decided_at == [0, 72]
 
 
 def test_each_decision_has_a_reason() -> None:

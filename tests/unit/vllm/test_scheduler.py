@@ -470,7 +470,29 @@ def test_a_hit_that_is_faster_to_compute_is_unpinned_and_stored_for_faster_tiers
     assert bench.client.released == bench.client.asked
     assert not bench.scheduler.has_work
     assert spans(bench.step((request, 40)).stores) == [(0, 40)]
-    assert bench.scheduler.load_policy.counts == {"recompute": 1}
+    counted = bench.scheduler.metrics.values("decided_total")
+    assert counted == {("load",): 0, ("recompute",): 1, ("partial",): 0}
+
+
+def test_a_hit_is_counted_as_decided_once_however_often_its_request_is_looked_up():
+    bench = Bench()
+    request, aborted = bench.request(40), bench.request(40)
+    for lookup in bench.client.asked:
+        bench.client.answer(lookup, hit(4))
+    for _ in range(3):  # the requests wait for blocks, and their lookups get old
+        assert bench.scheduler.match(request, 0) == bench.scheduler.match(aborted, 0) == (32, True)
+        bench.client.time += 3.0
+        for repeated in (request, aborted):
+            assert bench.scheduler.match(repeated, 0) == (None, False)
+            bench.client.answer(bench.client.asked[-1], hit(4), queried_at=bench.client.time)
+        bench.idle()
+    bench.finish(aborted)
+    assert bench.scheduler.match(request, 0) == (32, True)
+    bench.allocate(request, 32, 40)
+
+    counted = bench.scheduler.metrics.values
+    assert counted("lookups_total") == {("hit",): 1, ("miss",): 0}
+    assert counted("decided_total") == {("load",): 1, ("recompute",): 0, ("partial",): 0}
 
 
 def test_hits_that_are_faster_to_compute_are_loaded_if_all_are_to_be_loaded():
