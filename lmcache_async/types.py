@@ -100,12 +100,12 @@ class RetrieveReport:
     cause: str = ""
 
 
-Decided: TypeAlias = Literal["load", "partial", "recompute", "local", "miss", "late", "off"]
+Decided: TypeAlias = Literal["load", "partial", "recompute", "local", "miss", "late", "off", "other"]
 """Decision about the hit of a request.
 
 "load", "partial" and "recompute": load all of it, a part of it, or nothing because recomputing is faster. The other
 values mean that there is nothing to load: "local" (the inference server has the tokens itself), "miss" (no tier has
-them), "late" (the lookup timed out), "off" (there was no lookup).
+them), "late" (the lookup timed out), "off" (there was no lookup), "other" (another connector of a MultiConnector loads).
 """
 
 

@@ -55,6 +55,7 @@ _DECIDED = {
     "miss": ("miss", "dim"),
     "late": ("late", "red"),
     "off": ("off", "dim"),
+    "other": ("other", "dim"),
 }
 
 

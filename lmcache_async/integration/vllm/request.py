@@ -504,7 +504,7 @@ class RequestTracker:
         answer = state.answer if state is not None else None
         hit = answer.hit_tokens(self._policy.chunk_size) if answer is not None else 0
         self.add_shared_boundary(self.shared_tokens)
-        decided, why = self._decision(state)
+        decided, why = self._decision(state, load_tokens)
         plan = RequestPlan(
             request_id=self.request_id,
             prompt_tokens=self.num_tokens,
@@ -570,7 +570,7 @@ class RequestTracker:
             return "late" if state.timed_out else "unneeded"
         return "hit" if min(hit_tokens, self.num_tokens) > self.local_tokens else "miss"
 
-    def _decision(self, state: _LookupState | None) -> tuple[Decided, str]:
+    def _decision(self, state: _LookupState | None, load_tokens: int) -> tuple[Decided, str]:
         if not self.looks_up:
             return "off", "nothing is looked up for this request"
         if self.local_suffices:
@@ -581,6 +581,8 @@ class RequestTracker:
             return "late", "the lookup had no answer in time; see vllm.lookup_timeout_s"
         if state.decision is None:
             return "miss", NO_PREFIX
+        if state.decision.tokens > self.local_tokens and not load_tokens:
+            return "other", "another connector of the MultiConnector loads tokens of the prompt"
         return state.decision.decided, state.decision.why
 
     # Stores

@@ -12,6 +12,7 @@ const DECIDED = {
   miss: ["miss", ""],
   late: ["no answer in time", "bad"],
   off: ["not looked up", ""],
+  other: ["another connector", ""],
 };
 
 function originOf(request) {

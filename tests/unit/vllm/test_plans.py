@@ -9,7 +9,7 @@ from tests.support.vllm_simulator import (
     engine_of,
     prompt,
 )
-from tests.unit.vllm.test_scheduler import Bench
+from tests.unit.vllm.test_scheduler import Bench, hit
 
 STATUS_PAGE = {"http.listen": "127.0.0.1:0"}
 
@@ -39,6 +39,16 @@ def test_the_tokens_of_a_short_prompt_are_not_said_to_be_in_the_cache_of_vllm() 
     bench.allocate(cached, 0, 1)
 
     assert [(plan.decided, plan.local_tokens) for plan in bench.idle().plans] == [("miss", 0), ("local", 2)]
+
+
+def test_a_hit_is_not_said_to_be_loaded_if_another_connector_loads_the_prompt() -> None:
+    bench = Bench(beside_others=True, **STATUS_PAGE)
+    request = bench.request(20, answer=hit(2))
+    assert bench.scheduler.match(request, 0) == (16, True)
+    bench.allocate(request, 0, 20)
+
+    assert [(plan.decided, plan.load_tokens) for plan in bench.idle().plans] == [("other", 0)]
+    assert not any(bench.scheduler.metrics.values("decided_total").values())
 
 
 def test_the_workers_of_a_real_scheduler_know_each_plan(simulators: Simulators) -> None:
