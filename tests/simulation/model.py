@@ -137,9 +137,12 @@ class Model:
             self._certain.update(number for number, _ in prompt.chunks)
 
     def promise(self, prompt: Prompt, first: int = 0) -> Promise:
-        """Return the expectation for a call that starts now, for the prompt's chunks from `first` on."""
+        """Return the expectation for a call that starts now, for the prompt's chunks from `first` on.
+
+        Loads that start during a clear are misses.
+        """
         numbers = [number for number, _ in prompt.chunks[first:]]
-        least = len(list(takewhile(self._certain.__contains__, numbers)))
+        least = 0 if self._clears else len(list(takewhile(self._certain.__contains__, numbers)))
         return Promise(frozenset(self._possible.intersection(numbers)), least, self._epoch)
 
     def bounds(self, promise: Promise, prompt: Prompt, first: int = 0) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -303,6 +304,9 @@ class Client:
             return await self._engine.prefetch(prompt.tokens, namespace=prompt.request_namespace)
 
         found = await self._call(prefetch(), RETRIEVE_S)
+        config = self._engine.config
+        if config.tiers[0].id != "cpu" or not config.retrieve.promote:
+            promise = replace(promise, least=0)  # no chunk gets a place in host memory
         if found is not CANCELLED:
             self._check_bounds(prompt, 0, found, promise)
 
