@@ -1,5 +1,7 @@
 """The simulation finds each of these planted bugs within its budget."""
 
+import asyncio
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.engine.lookup import Pins
 from lmcache_async.hashing import RequestNamespace
 from lmcache_async.memory.budget import ByteBudget
+from lmcache_async.metrics.metrics import CallMetrics
 from lmcache_async.pipeline.batch import Scope
 from lmcache_async.pipeline.runner import Runner
 from lmcache_async.registry import STAGES, Registry
@@ -179,6 +182,17 @@ def encryption_left_out(patch):
     )
 
 
+def cancelled_calls_stay_in_flight(patch):
+    """The metrics do not count the end of a cancelled call."""
+    ended = CallMetrics.ended
+
+    def forgets(self, chunks, seconds):
+        ended(self, chunks, seconds)
+        self.in_flight += isinstance(sys.exception(), asyncio.CancelledError)
+
+    patch(CallMetrics, "ended", forgets)
+
+
 def leases_never_given_back(patch):
     """The leases of every batch are kept."""
     patch(Scope, "close", lambda self: None)
@@ -192,6 +206,7 @@ BUGS = {
         pins_forgotten: 35,
         device_read_too_late: 27,
         leases_never_given_back: 4,
+        cancelled_calls_stay_in_flight: 9,
         hole_ignored_by_the_plan: 1,
         encryption_left_out: 11,
     },

@@ -19,6 +19,7 @@ from lmcache_async.engine.engine import CacheEngine
 from lmcache_async.errors import EngineClosedError, TierError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.metrics.instrument import Instrument
+from lmcache_async.metrics.samples import Samples
 from lmcache_async.pipeline.batch import StoreRequest
 from lmcache_async.registry import TIERS
 from lmcache_async.testing.fakes import FakeRegistry, installed
@@ -82,7 +83,50 @@ def check_settled(world: World, engine: CacheEngine, loop: SimulatedLoop, own_ta
             _equal("bytes reserved by runners", runner.budget.statistics().used_bytes, 0)
     _equal("tasks beyond the engine's own", len(loop.live_tasks()) - own_tasks, 0)
     _check_counts(world, engine)
+    check_metrics(engine.metrics.read(), world.samples)
+    world.samples = engine.metrics.read()
     _check_complaints(world, loop)
+
+
+IDLE_GAUGES = (
+    "running",
+    "pinned_chunks",
+    "late_calls",
+    "arena_waiting",
+    "queue_chunks",
+    "queue_bytes",
+    "tier_calls_in_flight",
+    "limit_used",
+    "limit_waiting",
+)
+"""Gauges that are 0 when nothing is under way."""
+
+
+def check_metrics(samples: Samples, former: Samples) -> None:
+    """Check the metrics of an idle engine: gauges are 0, counters have not decreased, and the sums agree."""
+    for name in IDLE_GAUGES:
+        _equal(name, int(samples.total(name)), 0)
+    for series, labels, value in samples:
+        before = former.get(series.name, *labels)
+        if series.kind != "gauge" and before is not None:
+            pairs = zip(value, before, strict=True) if isinstance(value, tuple) else [(value, before)]
+            if any(after < earlier for after, earlier in pairs):
+                raise Violation(f"{series.name}{labels} has decreased from {before} to {value}")
+    total = samples.total
+    for counter, histogram in (
+        ("retrieves_total", "retrieve_seconds"),
+        ("stores_total", "store_seconds"),
+        ("stores_total", "store_copy_seconds"),
+    ):
+        observed = samples.get(histogram)
+        _equal(histogram, int(sum(observed[1:])), int(total(counter)))
+    for part, whole in (
+        ("retrieve_hit_tokens_total", "retrieve_asked_tokens_total"),
+        ("shared_chunks_total", "stored_chunks_total"),
+        ("tier_call_found_chunks_total", "tier_call_chunks_total"),
+    ):
+        if total(part) > total(whole):
+            raise Violation(f"{part} is {total(part)}, more than {whole} of {total(whole)}")
 
 
 async def check_closed(world: World, engine: CacheEngine, loop: SimulatedLoop) -> None:
@@ -235,8 +279,7 @@ class Client:
         if not isinstance(report, StoreReport):
             return
         given = report.stored + report.present + sum(report.dropped.values())
-        # If the whole chain failed, the number of chunks is unknown.
-        if given != len(prompt.chunks) and not {"BudgetExceededError", "TierError"} & report.dropped.keys():
+        if given != len(prompt.chunks):
             raise Violation(f"a store of {len(prompt.chunks)} chunks answers for {given}: {report}")
         if not report.dropped:
             self._model.stored(prompt, since=epoch)
@@ -425,6 +468,7 @@ class World(Simulation):
         self.scenario = draw_scenario(self.rng, faults, folder)
         self.model = Model(all_fits=self.scenario.all_fits, persistent=self.scenario.slow_tiers > 0)
         self.closing = False
+        self.samples = Samples()
         self.slack_s = 10 * STALL_SECONDS if self.scenario.injector.odds.stall else 0.1
         self._loop: SimulatedLoop
         self._logger = LimitedLogger(logging.Logger("unheard", logging.CRITICAL + 1))  # noqa: LOG001 - of no tree
@@ -490,6 +534,7 @@ class World(Simulation):
             logger=self._logger,
             registry=self._registry,
         ) as engine:
+            self.samples = Samples()
             own_tasks = len(loop.live_tasks())
             if self._disk and self.rng.random() < 0.4:
                 self._crash_soon(loop)
