@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from lmcache_async.config.secrets import SECRET_BYTES
@@ -19,6 +19,7 @@ from lmcache_async.integration.vllm.lookup import LookupClient
 from lmcache_async.integration.vllm.lookup_server import LookupServer
 from lmcache_async.integration.vllm.worker import RankEngine
 from lmcache_async.metrics.instrument import Instrument
+from lmcache_async.metrics.samples import Samples
 from lmcache_async.registry import Registry
 from lmcache_async.testing.fakes import FakeRegistry
 from tests.simulation.base import Simulation, run_simulation
@@ -27,6 +28,7 @@ from tests.simulation.loop import ProcessCrashed, SimulatedLoop, Violation, aban
 from tests.simulation.network import Network
 from tests.simulation.scenario import draw_layers
 from tests.simulation.tiers import Backend, tier_over
+from tests.simulation.world import check_metrics
 from tests.support.vllm_simulator import MODELS, Setup, SimulatedVLLM, scheduler_of, several_groups_served
 from tests.support.vllm_traffic import Traffic, another_connector, related_prompts
 
@@ -276,16 +278,38 @@ class Serving(Simulation):
                 if loop.time() > deadline:
                     raise Violation(f"everything has ended, but {_held(engine)}")
                 await asyncio.sleep(0.01)
+            check_metrics(engine.metrics.read(), Samples())
+        check_scheduler_metrics(side.metrics.read())
         self.counts["hit tokens"] += sum(external for _, external in sim.cached_tokens.values())
+
+
+def check_scheduler_metrics(samples: Samples) -> None:
+    """Check that the sums agree after all requests have ended."""
+
+    def value(name: str, *labels: str) -> float:
+        return cast("float", samples.get(name, *labels) or 0.0)
+
+    decided = value("decided_total", "load") + value("decided_total", "partial")
+    if value("loads_total") != decided:
+        raise Violation(f"{value('loads_total')} loads were planned, but {decided} decided")
+    parts = [("failed_loads_total", (), "loads_total", ())]
+    parts += [("decided_total", (), "lookups_total", ("hit",))]
+    tiers = [labels for series, labels, _ in samples if series.name == "load_tokens_total"]
+    parts += [("load_tokens_total", tier, "lookup_hit_tokens_total", tier) for tier in tiers]
+    parts += [("lookup_hit_tokens_total", (), "lookup_asked_tokens_total", ())]
+    for part, labels, whole, of in parts:
+        found = value(part, *labels) if labels else samples.total(part)
+        most = value(whole, *of) if of else samples.total(whole)
+        if found > most:
+            raise Violation(f"{part} {labels} is {found}, more than {whole} {of} of {most}")
 
 
 def _held(engine: CacheEngine) -> str:
     found = engine.statistics()
     leased = found.arena.leased_slabs - found.tiers["cpu"].chunks
-    if leased or found.running or found.pinned_chunks:
-        return (
-            f"{leased} slabs are leased, {found.running} calls run, {found.pinned_chunks} chunks are pinned"
-        )
+    calls = found.running + found.late_calls + int(engine.metrics.read().total("tier_calls_in_flight"))
+    if leased or calls or found.pinned_chunks:
+        return f"{leased} slabs are leased, {calls} calls run, {found.pinned_chunks} chunks are pinned"
     return ""
 
 
