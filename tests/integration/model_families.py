@@ -313,6 +313,40 @@ def make_llama(directory: Path) -> Path:
     return make_model(directory, None, size=LLAMA, seed=1)
 
 
+def make_gemma3n(directory: Path) -> Path:
+    """Write a Gemma 3n. Its last three layers have no KV, and use that of the last earlier layer of their kind."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    layers = 9
+    config = Gemma3nTextConfig(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=HIDDEN,
+        hidden_size_per_layer_input=32,
+        intermediate_size=[HIDDEN] * layers,
+        activation_sparsity_pattern=[0.0] * layers,
+        num_hidden_layers=layers,
+        num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 3,
+        sliding_window=WINDOW,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_SIZE,
+        altup_num_inputs=2,
+        laurel_rank=16,
+        max_position_embeddings=LLAMA.max_tokens,
+    )
+    model = Gemma3nForCausalLM(config)
+    generator = torch.Generator().manual_seed(25)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                scale = 0.1 if "embed" in name else weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    model.float().save_pretrained(directory)
+    return directory
+
+
 def make_embedding_model(directory: Path) -> Path:
     """Write the small Llama with a tokenizer, which vLLM requires for a pooling model."""
     make_llama(directory)

@@ -70,6 +70,12 @@ FAMILIES = {
         window=models.WINDOW,
         modes=("pipeline", "replicas", "two hosts", "long prompt"),
     ),
+    "gemma-3n": Family(
+        "Gemma 3n",
+        "sliding windows beside full attention; the last layers use the KV of earlier ones",
+        models.make_gemma3n,
+        window=models.WINDOW,
+    ),
     "gpt-oss": Family(
         "gpt-oss",
         "sliding windows beside full attention, with attention sinks",
