@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -31,7 +32,8 @@ def main() -> None:
         raise SystemExit(130) from None
     except OSError as error:  # of --help, --version or --install-completion
         text = error if error.filename else f"the output cannot be written: {error.strerror}"
-        sys.stderr.write(f"{text}\n")
+        with contextlib.suppress(OSError):  # the error may be that of stderr
+            sys.stderr.write(f"{text}\n")
         raise SystemExit(2) from None
     finally:
         _discard_unwritten_output()
@@ -56,3 +58,5 @@ def _open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")  # None if it was closed
+    sys.stderr = sys.stderr or os.fdopen(2, "w")

@@ -50,7 +50,8 @@ def _write(text: str, *, to_stderr: bool = False) -> None:
 
 def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
     """Print why the command could not run, and exit."""
-    say(error, to_stderr=True)
+    with contextlib.suppress(OSError):  # the exit code is the same if stderr cannot be written
+        say(error, to_stderr=True)
     raise typer.Exit(code) from None
 
 

@@ -60,12 +60,15 @@ def test_ctrl_c_during_the_imports_ends_without_a_traceback(monkeypatch):
     assert ended.value.code == 130
 
 
+class Full(io.StringIO):
+    """A stream to a full disk."""
+
+    def write(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_output_to_a_full_disk_ends_with_one_line(monkeypatch, capsys, option):
-    class Full(io.StringIO):
-        def write(self, _):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(sys, "argv", ["lmcache-async", option])
     monkeypatch.setattr(sys, "stdout", Full())
 
@@ -73,6 +76,19 @@ def test_output_to_a_full_disk_ends_with_one_line(monkeypatch, capsys, option):
         command.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["unknown"], 2), (["config", "show", "missing.yaml"], 1), (["top", "ftp://x"], 2)],
+)
+def test_messages_to_a_full_disk_do_not_change_the_exit_code(monkeypatch, arguments, code):
+    monkeypatch.setattr(sys, "argv", ["lmcache-async", *arguments])
+    monkeypatch.setattr(sys, "stderr", Full())
+
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == code
 
 
 def test_a_home_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path):

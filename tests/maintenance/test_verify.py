@@ -135,8 +135,9 @@ def test_a_config_is_read_once(root, tmp_path, caplog):
         assert [record.levelname for record in caplog.records] == ["WARNING"], "of a setting without effect"
 
 
-def test_closed_standard_streams_do_not_matter(root):
-    command = [sys.executable, "-m", "lmcache_async.cli", "verify", str(root)]
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_closed_standard_streams_do_not_matter(root, command):
+    command = [sys.executable, "-m", "lmcache_async.cli", command, str(root)]
 
     ran = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=250)
 
