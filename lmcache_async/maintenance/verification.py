@@ -50,9 +50,9 @@ async def verify(
 
     async def work(stored: StoredRecord) -> int:
         info = await examine(store, stored, selection, cipher=cipher)
-        nbytes = info.record_bytes or stored.nbytes
-        if info.cause in {GONE, ERROR} or (info.cause == PASSED_OVER and store.reads_headers):
-            nbytes = 0  # at most a header was read
+        nbytes = min(info.record_bytes, stored.nbytes or info.record_bytes)  # a file may be shorter
+        if info.cause == PASSED_OVER and store.reads_headers:
+            nbytes = 0  # only the header was read
         report.bytes += nbytes
         if not info.cause:
             report.records += 1

@@ -52,6 +52,19 @@ def test_files_of_another_length_or_key_are_wrong(root):
     assert told("verify", root, code=1)["wrong"] == {"length": 3, "key": 1}
 
 
+def test_the_bytes_read_do_not_exceed_the_files(root):
+    cut, sparse, *others = record_files(root)
+    whole = content(root)
+    cut.write_bytes(cut.read_bytes()[:4096])
+    with sparse.open("r+b") as file:
+        file.write(bytes(8))
+        file.truncate(1 << 30)  # the first piece is read
+
+    found = told("verify", root, code=1)
+
+    assert found["bytes"] == 4096 + sum(len(whole[path.name]) for path in others)
+
+
 def test_damaged_records_are_removed_and_an_engine_loads_the_others(root):
     first, second, *_ = reversed(record_files(root))
     damage(first)
