@@ -23,6 +23,10 @@ from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
 from lmcache_async.types import KEY_BYTES, ChunkKey
 
+WIDE = 120
+"""Width from which the heads of figures are not wrapped. The figures are not cut in a terminal of any width."""
+_LEAST_NAME_WIDTH = 6
+
 
 def inspect_command(
     target: shared.Directory = None,
@@ -90,29 +94,36 @@ def _lines(found: Inspection) -> Iterator[str]:
 
 
 def _table(groups: list[dict[str, Any]]) -> str:
+    names = ("records", "bytes", "tokens", "chunk tokens", "LoRAs, salts, tags", "oldest", "newest")
+    rows = [_figures(group) for group in groups]
+    columns = zip(names, *rows, strict=True)
+    widths = [max(map(len, (*name.split(), *figures))) for name, *figures in columns]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    least = len(groups[0]["id"]) + _LEAST_NAME_WIDTH + sum(widths) + 2 * (1 + len(names))
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("namespace", overflow="fold")
-    for name in ("records", "bytes", "tokens", "chunk tokens", "LoRAs, salts, tags", "oldest", "newest"):
-        table.add_column(name, justify="right")
-    for group in groups:
-        sizes = [int(count) for count in group["chunk_tokens"]]
-        table.add_row(
-            group["id"],
-            Text(plain(group["title"])),
-            str(group["records"]),
-            human(group["bytes"]),
-            str(group["tokens"] or "-"),
-            "-".join(str(size) for size in sorted({min(sizes), max(sizes)})) if sizes else "-",
-            str(group["request_labels"] or "-"),
-            _ago(group["oldest_ns"]),
-            _ago(group["newest_ns"]),
-        )
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
-    console = Console(width=width, color_system=None)
+    for name, own in zip(names, widths, strict=True):
+        table.add_column(name, justify="right", width=None if width >= WIDE else own)
+    for group, row in zip(groups, rows, strict=True):
+        table.add_row(group["id"], Text(plain(group["title"])), *row)
+    console = Console(width=max(width, least), color_system=None)
     with console.capture() as shown:
         console.print(table)
     return shown.get().rstrip("\n")
+
+
+def _figures(group: dict[str, Any]) -> tuple[str, ...]:
+    sizes = [int(count) for count in group["chunk_tokens"]]
+    return (
+        str(group["records"]),
+        human(group["bytes"]),
+        str(group["tokens"] or "-"),
+        "-".join(str(size) for size in sorted({min(sizes), max(sizes)})) if sizes else "-",
+        str(group["request_labels"] or "-"),
+        _ago(group["oldest_ns"]),
+        _ago(group["newest_ns"]),
+    )
 
 
 def _ago(stamp: int | None) -> str:

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from lmcache_async.cli import inspect as cli_inspect
 from lmcache_async.hashing.namespace import namespace_id
+from lmcache_async.maintenance.inspection import Inspection
 from tests.maintenance.filled import (
     TOKENS,
     damage,
@@ -177,6 +179,30 @@ def test_foreign_namespaces_do_not_stop_a_command(root, tmp_path):
     assert told("inspect", there, "--namespace", "model=model-a")["records"] == 5
     assert told("warm", "--config", config, "--prompts", prompts)["copied"] == {str(tmp_path / "warm"): 7}
     assert told("gc", root, "--namespace", "model=model-a")["freed_records"] == 5
+
+
+@pytest.mark.parametrize("columns", [20, 60, 80, 119, 120])
+def test_a_narrow_terminal_does_not_cut_figures(monkeypatch, columns):
+    group = {
+        "id": "75d24694a31e",
+        "title": "meta-llama/Llama-3.1-8B-Instruct, tp 3/8",
+        "records": 24576,
+        "bytes": 750 << 30,
+        "tokens": 6291456,
+        "chunk_tokens": {"64": 1, "256": 24575},
+        "request_labels": 1234,
+        "oldest_ns": time.time_ns() - 13 * 86400 * 10**9,
+        "newest_ns": time.time_ns() - 35 * 60 * 10**9,
+    }
+    found = Inspection("cache", None, namespaces=[{**group, "shapes": []}])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    text = "\n".join(cli_inspect._lines(found))
+
+    rows = [line for line in text.splitlines() if "75d24694a31e" in line]
+    assert [" ".join(row.split()[-10:]) for row in rows] == ["24576 750 GiB 6291456 64-256 1234 13 d 35 min"]
+    assert max(map(len, text.splitlines())) <= max(columns, 80)
 
 
 def test_the_table_names_the_labels_that_separate_requests(tmp_path):
