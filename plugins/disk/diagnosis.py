@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,11 +17,18 @@ from pathlib import Path
 import psutil  # of the extra cli, like doctor
 
 from lmcache_async.plugins.disk.config import DiskConfig
-from lmcache_async.plugins.disk.directory import RecordDirectory, detect_direct, lock_holder
+from lmcache_async.plugins.disk.directory import (
+    NO_SPACE,
+    USED_NAME,
+    RecordDirectory,
+    detect_direct,
+    lock_holder,
+)
 from lmcache_async.plugins.disk.files import publish_file
 from lmcache_async.tiers.diagnosis import INSTALL_COMPILER, Check, fail, ok, warn
 
 _BLOCK_BYTES = 4 << 20
+_LEAST_BYTES = 10e6  # less than any useful `max_bytes`
 _SLOW_BYTES_PER_S = 200e6  # below it, recomputing a prompt is often faster than reading it
 _MEMORY = "name a path on a disk: this one is in memory and is lost at a reboot"
 _NETWORK = "name a path on a disk of this machine: a network file system is slow and shared"
@@ -42,7 +51,8 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
         found = "lmcache_async.plugins.disk._publish is not installed: each record is written by several Python calls"
         yield warn("compiled module of the disk tier", found, INSTALL_COMPILER)
     existing = config.root.absolute()
-    while not existing.exists() and existing != existing.parent:
+    # Unlike `Path.exists`, this is false in a directory that this user cannot search.
+    while not os.path.exists(existing) and existing != existing.parent:  # noqa: PTH110
         existing = existing.parent
     yield _check_file_system(config.root, existing)
     yield _check_room(config, existing)
@@ -50,11 +60,10 @@ def check_directory(config: DiskConfig, sample_bytes: int | None) -> Iterator[Ch
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".lmcache-async-doctor-", dir=existing))
     except OSError as error:
-        todo = f"let user {os.getuid()} write there, or name another path"
-        yield fail("writable", f"{existing}: {error.strerror}", todo)
+        yield fail("writable", f"{existing}: {error.strerror}", _how_to_write(error))
         return
     try:
-        yield ok("writable", f"{existing} can be written to")
+        yield _check_earlier_owner(config.root) or ok("writable", f"{existing} can be written to")
         try:
             with closing(RecordDirectory(scratch)) as directory:
                 directory.prepare()
@@ -89,11 +98,33 @@ def _check_file_system(root: Path, existing: Path) -> Check:
 def _check_room(config: DiskConfig, existing: Path) -> Check:
     name, free = "room", psutil.disk_usage(os.fspath(existing)).free
     used = _used_bytes(config.root)
-    found = f"{_gb(free)} are free and {_gb(used)} are records; max_bytes is {_gb(config.max_bytes)}"
+    found = f"{_size(free)} are free and {_size(used)} are records; max_bytes is {_size(config.max_bytes)}"
     if free + used < config.max_bytes:
-        most = _gb(int((free + used) * 0.95))
-        return warn(name, found, f"lower max_bytes to {most} or less: on a full disk, chunks are dropped")
+        most = _size(int((free + used) * 0.95))
+        todo = f"lower max_bytes to {most} or less: on a full disk, chunks are dropped"
+        return warn(name, found, todo if free + used > _LEAST_BYTES else "free some space there")
     return ok(name, found)
+
+
+def _how_to_write(error: OSError) -> str:
+    if error.errno in NO_SPACE:
+        return "free some space or inodes there; df -h and df -i show both"
+    if error.errno == errno.EROFS:
+        return "mount it for writing, or name another path"
+    return f"let user {os.getuid()} write there, or name another path"
+
+
+def _check_earlier_owner(root: Path) -> Check | None:
+    """Check the access to the lock and the folders, which may belong to another user than the directory."""
+    with suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            mode = os.R_OK | os.W_OK | (os.X_OK if entry.is_dir(follow_symlinks=False) else 0)
+            if USED_NAME.fullmatch(entry.name) and not os.access(entry, mode):
+                status, user = entry.stat(follow_symlinks=False), os.getuid()
+                owned = f"has mode {stat.S_IMODE(status.st_mode):04o} and belongs to user {status.st_uid}"
+                found = f"{entry.path} {owned}: user {user} cannot read and write it"
+                return fail("writable", found, f"chown -R {user} {root}; chmod -R u+rwX {root}")
+    return None
 
 
 def _check_owner(root: Path) -> Check:
@@ -186,5 +217,5 @@ def _used_bytes(root: Path) -> int:
     return total
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -45,6 +45,8 @@ QUARANTINE_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}\.[a-z]+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _RECORD = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _LOCK = "lock"
+USED_NAME = re.compile(rf"{_LOCK}|{TEMPORARY_FOLDER}|{_SHARD.pattern}")
+"""Names in the root that the tier must be able to read and write."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK_ATTEMPTS = 20
 _LOCK_PAUSE_S = 0.01

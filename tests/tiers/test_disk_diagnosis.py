@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,10 @@ MIB = 1 << 20
 class Mount(NamedTuple):
     mountpoint: str
     fstype: str
+
+
+class Usage(NamedTuple):
+    free: int
 
 
 def diagnosed(root: Path, *, sample_bytes: int | None = None, **options: object) -> dict[str, Check]:
@@ -63,7 +68,7 @@ def test_a_directory_is_checked_and_not_changed(tmp_path):
         "direct I/O",
         "speed",
     }
-    assert "0.0 GB are records" in checks["room"].found
+    assert "5.0 MB are records; max_bytes is 1.0 MB" in checks["room"].found
     assert "MB/s written" in checks["speed"].found
 
 
@@ -101,6 +106,58 @@ def test_a_directory_that_is_not_writable_fails(tmp_path, monkeypatch):
     assert (check.outcome, check.found) == (Outcome.FAIL, f"{tmp_path}: Permission denied")
 
 
+@pytest.mark.parametrize(
+    ("number", "todo"),
+    [
+        (errno.ENOSPC, "free some space or inodes there"),
+        (errno.EROFS, "mount it for writing"),
+        (errno.EACCES, f"let user {os.getuid()} write there"),
+    ],
+)
+def test_the_advice_depends_on_why_nothing_can_be_written(tmp_path, monkeypatch, number, todo):
+    def refuse(**options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(diagnosis.tempfile, "mkdtemp", refuse)
+
+    assert diagnosed(tmp_path)["writable"].todo.startswith(todo)
+
+
+@pytest.mark.parametrize("name", ["lock", "tmp", "ab"])
+def test_a_part_of_another_user_fails(tmp_path, monkeypatch, name):
+    for folder in ("tmp", "ab", "cd"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "lock").touch()
+    (tmp_path / "other").mkdir()
+    access = os.access
+    monkeypatch.setattr(
+        diagnosis.os,
+        "access",
+        lambda path, mode: Path(path).name not in {name, "other"} and access(path, mode),
+    )
+
+    check = diagnosed(tmp_path)["writable"]
+
+    assert check.outcome is Outcome.FAIL
+    mode = (tmp_path / name).stat().st_mode & 0o777
+    assert check.found.startswith(f"{tmp_path / name} has mode {mode:04o} and belongs to user {os.getuid()}:")
+
+
+def test_a_directory_that_cannot_be_searched_is_not_a_bug_of_the_check(tmp_path, monkeypatch):
+    real = os.stat
+
+    def refuse(path, *arguments, **options):
+        if tmp_path in Path(path if isinstance(path, str | Path) else "").parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+
+    checks = diagnosed(tmp_path / "a" / "b")
+
+    assert str(tmp_path / "a" / "b") in checks["file system"].found
+
+
 def test_the_process_that_uses_the_directory_is_named(tmp_path):
     async def while_open() -> Check:
         async with DiskTier(DiskConfig(path=tmp_path, max_bytes=MIB)):
@@ -118,6 +175,15 @@ def test_more_than_the_free_space_is_a_warning(tmp_path):
 
     assert check.outcome is Outcome.WARN
     assert "lower max_bytes" in check.todo
+
+
+def test_a_full_file_system_is_a_warning_without_a_size_to_choose(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis.psutil, "disk_usage", lambda _: Usage(free=4096))
+
+    check = diagnosed(tmp_path)["room"]
+
+    assert (check.outcome, check.todo) == (Outcome.WARN, "free some space there")
+    assert check.found == "0.0 MB are free and 0.0 MB are records; max_bytes is 1.0 MB"
 
 
 @pytest.mark.parametrize(
