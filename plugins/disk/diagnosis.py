@@ -181,9 +181,10 @@ def _check_speed(scratch: Path, sample_bytes: int, *, direct: bool) -> Check:
 
 
 def _measure(file: Path, nbytes: int, *, direct: bool) -> tuple[float, float]:
-    """Return bytes per second written and read. Each part ends after `_SPEED_S`."""
+    """Return bytes per second written to and read from a file, whose directory is deleted. Each part ends after `_SPEED_S`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     descriptor = os.open(file, flags, 0o600)
+    shutil.rmtree(file.parent, ignore_errors=True)  # now, so that nothing is left if the process is killed
     with mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned for direct I/O
         try:
             block.write(os.urandom(_BLOCK_BYTES))

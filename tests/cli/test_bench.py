@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import math
 import resource
+import signal
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.bench import raw
+from lmcache_async.bench.measure import Frame
 from lmcache_async.bench.raw import move_all
 from tests.support.daemons import WAITS, socket_path
 from tests.support.valkey_servers import running
@@ -177,6 +180,23 @@ def test_a_tier_that_evicts_the_records_is_reported(invoke):
     assert result.exit_code == 2, result.output
     # The server refuses a record, or evicts one.
     assert any(text in result.stderr for text in ("OOM command", "the tier may be too small for"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_and_its_files_are_removed(invoke, tmp_path, monkeypatch, number):
+    async def killed(*_):
+        assert list(tmp_path.iterdir())
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        signal.raise_signal(number)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Frame, "compare", killed)
+
+    result = invoke("bench", "disk", "--quick", "--path", tmp_path)
+
+    assert result.exit_code == 130, result.output
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_a_full_disk_is_reported(invoke, tmp_path):

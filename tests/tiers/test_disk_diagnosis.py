@@ -72,6 +72,15 @@ def test_a_directory_is_checked_and_not_changed(tmp_path):
     assert "MB/s written" in checks["speed"].found
 
 
+def test_a_check_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(diagnosis.os, "fsync", lambda _: found.append(contents(tmp_path)))
+
+    diagnosed(tmp_path, sample_bytes=8 * MIB)
+
+    assert found == [[]], "the sample has no name while it is written"
+
+
 @pytest.mark.parametrize(
     ("scan_s", "found"), [(60.0, "6.0 GB"), (-1.0, "3.0 GB")], ids=["all", "in the time"]
 )
