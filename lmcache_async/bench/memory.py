@@ -111,7 +111,8 @@ class PromptCache:
         """Store the whole prompt; with `flush_s`, wait until all tiers have it."""
         report = await engine.store(self.tokens, self.blocks)
         if report.stored != self.num_chunks:
-            raise TierError(f"{report.stored} of {self.num_chunks} chunks were stored: {report}")
+            dropped = ", ".join(f"{count} {cause}" for cause, count in report.dropped.items())
+            raise TierError(f"{report.stored} of {self.num_chunks} chunks were stored; dropped: {dropped}")
         if flush_s is not None and not await engine.flush(timeout_s=flush_s):
             raise TierError(f"the store did not end in {flush_s:.0f} s")
 

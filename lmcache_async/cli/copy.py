@@ -46,14 +46,14 @@ def copy_command(
     """
     stores = Stores(config, rank, in_flight, max_record_bytes)
     from_, (path, tier) = _place(source, config), _place(destination, config)
-    is_missing = bool(path) and not Path(destination).exists()
+    is_missing = dry_run and path is not None and not Path(path).exists()
 
     async def work(show: Progress) -> CopyReport:
         selection = Selection(tuple(namespace or ()))
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(stores.open(*from_, argument="SRC"))
             into: OfflineStore | str = destination
-            if not (dry_run and is_missing):
+            if not is_missing:
                 into = await stack.enter_async_context(
                     stores.open(path, tier, change=not dry_run, create=True, argument="DST")
                 )

@@ -90,3 +90,4 @@ def _lines(found: Collection) -> Iterator[str]:
     yield f"kept: {number(found.kept_records, 'record')}, {human(found.kept_bytes)}"
     if found.errors:
         yield f"kept because not readable: {number(found.errors, 'record')}"
+        yield shared.WHY_NOT_READABLE

@@ -91,6 +91,8 @@ def _lines(found: Inspection) -> Iterator[str]:
         yield f"unreadable: {counted(found.unreadable)}, {human(found.unreadable_bytes)}"
     if found.errors or found.gone:
         yield f"not readable: {found.errors}; evicted meanwhile: {found.gone}"
+    if found.errors:
+        yield shared.WHY_NOT_READABLE
 
 
 def _table(groups: list[dict[str, Any]]) -> str:

@@ -37,6 +37,9 @@ ReportT = TypeVar("ReportT")
 LISTED = 20
 """Maximum number of records that the text output lists with their cause."""
 
+WHY_NOT_READABLE = "`lmcache-async verify` lists the records that are not readable, with the causes"
+"""A line for the output of commands that only count them."""
+
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 

@@ -217,8 +217,9 @@ class DiskRecords(OfflineStore):
             ) from error
         except OSError as error:
             verb = "change" if self._options.change else "read"
+            inner = f"{error.filename}: " if str(error.filename or self.name) != self.name else ""
             raise TierUnavailableError(
-                f"cannot open {self.name} to {verb} it: {error.strerror}; name the directory of a disk tier that user"
+                f"cannot open {self.name} to {verb} it: {inner}{error.strerror}; name the directory of a disk tier that user"
                 f" {os.geteuid()} can {verb}"
             ) from error
 

@@ -11,13 +11,17 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from lmcache_async.bench import raw
 from lmcache_async.bench.measure import Frame
+from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.bench.raw import move_all
+from lmcache_async.errors import TierError
+from lmcache_async.types import StoreReport
 from tests.support.daemons import WAITS, socket_path
 from tests.support.valkey_servers import running
 from tools.benchmarks.servers import host_daemon, valkey_server
@@ -197,6 +201,15 @@ def test_a_signal_ends_a_benchmark_and_its_files_are_removed(invoke, tmp_path, m
     assert result.exit_code == 130, result.output
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+async def test_chunks_that_are_not_stored_are_counted_by_cause():
+    class Engine:
+        async def store(self, *_):
+            return StoreReport(stored=1, dropped=Counter(TierFullError=3))
+
+    with pytest.raises(TierError, match=r"^1 of 4 chunks were stored; dropped: 3 TierFullError$"):
+        await PromptCache(CacheForm(1024)).store(Engine())
 
 
 def test_a_full_disk_is_reported(invoke, tmp_path):

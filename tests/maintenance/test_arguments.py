@@ -76,6 +76,7 @@ ADDRESSES = (
         ("copy ./cache s3://b/kv --config kv.yaml", "s3://b/kv is a URL and not a directory"),
         ("copy file:///cache there", "is a URL and not a directory"),
         ("copy cache kv.yaml", "Not a directory; name the directory of a disk tier that user"),
+        (f"copy cache {'x' * 300}", "to change it: File name too long"),
         ("copy cache there --max-record-bytes 1000TiB", "lower --max-record-bytes or --in-flight"),
         (f"copy '{NO_SERVER}' there --max-record-bytes 1000TiB", "lower --max-"),
         ("warm --prompts prompts", "give the engine's config file"),

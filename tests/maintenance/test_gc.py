@@ -92,6 +92,31 @@ def test_a_directory_of_other_files_is_refused_and_not_changed(tmp_path, command
     assert not (tmp_path / "there").exists()
 
 
+def test_the_file_that_prevents_a_change_is_named(root):
+    (root / "lock").unlink()
+    (root / "lock").mkdir()
+
+    result = invoke("gc", root)
+
+    assert result.exit_code == 2
+    assert f"cannot open {root} to change it: lock: Is a directory; name" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "gc"])
+def test_records_that_are_not_readable_are_counted_with_a_command_that_shows_why(root, monkeypatch, command):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("lmcache_async.plugins.disk.files.RecordFiles.open", fail)
+
+    result = invoke(command, root)
+
+    assert result.exit_code == 1
+    assert "not readable: 5" in result.stdout
+    assert "`lmcache-async verify` lists the records that are not readable" in result.stdout
+    assert "Input/output error" in invoke("verify", root).stdout
+
+
 def test_unreadable_records_are_deleted_unless_disabled(root):
     newest, second, third, *_ = record_files(root)
     damage(newest, at=0)
