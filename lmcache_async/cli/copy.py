@@ -15,7 +15,6 @@ from lmcache_async.maintenance.concurrency import Progress
 from lmcache_async.maintenance.copy import CopyReport, copy
 from lmcache_async.maintenance.namespaces import Selection
 from lmcache_async.maintenance.stores import MAX_RECORD_BYTES, Stores
-from lmcache_async.tiers.offline import OfflineStore
 
 
 def copy_command(
@@ -46,17 +45,14 @@ def copy_command(
     """
     stores = Stores(config, rank, in_flight, max_record_bytes)
     from_, (path, tier) = _place(source, config), _place(destination, config)
-    is_missing = dry_run and path is not None and not Path(path).exists()
 
     async def work(show: Progress) -> CopyReport:
         selection = Selection(tuple(namespace or ()))
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(stores.open(*from_, argument="SRC"))
-            into: OfflineStore | str = destination
-            if not is_missing:
-                into = await stack.enter_async_context(
-                    stores.open(path, tier, change=not dry_run, create=True, argument="DST")
-                )
+            into = await stack.enter_async_context(
+                stores.open(path, tier, change=not dry_run, create=True, argument="DST")
+            )
             return await copy(
                 opened,
                 into,

@@ -54,7 +54,7 @@ class CopyReport(CopyCounts):
 
 async def copy(
     source: OfflineStore,
-    destination: OfflineStore | str,
+    destination: OfflineStore,
     progress: Progress = no_progress,
     *,
     selection: Selection = EVERYTHING,
@@ -67,11 +67,9 @@ async def copy(
     A prefix is copied before its continuations. If the call is cancelled or the process is killed, the copied
     records stay, and the next call copies the rest.
 
-    A dry run verifies no payloads; its destination may be the name of a store that does not exist yet.
+    A dry run verifies no payloads.
     """
-    name, destinations = (
-        (destination, []) if isinstance(destination, str) else (destination.name, [destination])
-    )
+    name = destination.name
     report = CopyReport(
         source=source.name, destination=name, held_by_process=source.holder or None, dry_run=dry_run
     )
@@ -86,7 +84,7 @@ async def copy(
         max_bytes_per_s=max_bytes_per_s,
         dry_run=dry_run,
     )
-    await copier.run(newest_first, destinations, progress)
+    await copier.run(newest_first, [destination], progress)
     report.there = copier.there[name]
     left = report.skipped + report.gone + report.passed_over + report.refused.total()
     report.records = len(records) - report.there - left
@@ -131,7 +129,7 @@ class RecordCopier:
         wanted = [
             (one._replace(used_ns=one.used_ns or now - number * _STEP_NS), part)
             for number, (one, part) in enumerate(zip(records, lacking, strict=True))
-            if part or not destinations
+            if part
         ]
         with WorkerPool(VERIFY_THREADS, thread_name_prefix="lmcache-verify") as workers:
 

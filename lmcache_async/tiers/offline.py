@@ -53,7 +53,7 @@ class OfflineOptions:
         change: Open the store for writing and deleting. A directory is then locked.
         in_flight: Number of concurrent calls.
         max_record_bytes: Maximum size of a record in bytes; memory is allocated for it.
-        create: With `change`, create a directory that does not exist.
+        create: With `change`, create a directory that does not exist. Without, such a directory is empty.
     """
 
     change: bool

@@ -211,6 +211,9 @@ class DiskRecords(OfflineStore):
             self._directory.open_shared()
             return lock_holder(self._directory.fd)
         except FileNotFoundError as error:
+            if self._options.create and not self._options.change:  # for a dry run, it is empty
+                self._sizes = {}
+                return ""
             raise TierUnavailableError(
                 f"there is no directory {self.name}: name the `path` of a disk tier, and if there are several ranks,"
                 " its subdirectory rank-<n>"

@@ -108,6 +108,14 @@ def test_a_dry_run_changes_nothing_and_reports_what_is_missing(root, tmp_path):
     new = told("copy", root, there, "--dry-run")
     assert (new["records"], new["there"], new["dry_run"], new["complete"]) == (8, 0, True, False)
     assert not there.exists()
+    root.rename(tmp_path / "rank-0")
+    tmp_path.joinpath("ranks").mkdir()
+    ranked = told("copy", tmp_path, tmp_path / "ranks", "--dry-run", "--rank", 0)
+    disk = json.dumps({"name": "disk", "path": str(there), "max_bytes": "1GiB"})
+    tier = told("copy", tmp_path / "rank-0", disk, "--dry-run")
+    assert (ranked["records"], ranked["destination"]) == (8, str(tmp_path / "ranks" / "rank-0"))
+    assert (tier["records"], tier["destination"]) == (8, str(there))
+    tmp_path.joinpath("rank-0").rename(root)
 
     told("copy", root, there)
     for path in record_files(there)[:3]:
