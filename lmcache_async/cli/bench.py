@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
-from lmcache_async.cli.output import progress, say
+from lmcache_async.cli.output import ended_like_ctrl_c, progress, say
 from lmcache_async.cli.records import Config
 from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.maintenance.stores import Stores
@@ -109,19 +106,6 @@ def tier_command(
     _run(tier, measure, json_file, rounds, quick, tier=name, config=config, mib=mib, connections=connections)
 
 
-@contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the benchmark as Ctrl-C does, so that its files and records are removed."""
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
 def _run(
     benchmark: ModuleType,
     measure: Measure,
@@ -136,7 +120,7 @@ def _run(
     name = benchmark.__name__.rpartition(".")[2]
     if json_file is not None:  # a file that cannot be written is reported before the measurement
         json_file.open("a").close()
-    with _ended_like_ctrl_c(), progress() as show:
+    with ended_like_ctrl_c(), progress() as show:
         frame = Frame(
             rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
             quick=quick,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -57,9 +59,30 @@ def refuse(error: Exception | str, code: int = USAGE) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End the process without waiting for its threads, which may hang."""
-    Console(stderr=True).show_cursor()  # hidden while progress is shown
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        Console(stderr=True).show_cursor()  # hidden while progress is shown
+        sys.stdout.flush()
+    finally:  # also if neither can be written
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, with the removal of its files and the normal screen."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)  # of the event loop, if one runs
+        # SIGINT is ignored in a background command of a shell script.
+        (handler if callable(handler) else signal.default_int_handler)(number, frame)
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

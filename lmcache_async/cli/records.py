@@ -110,9 +110,11 @@ def run(
                 task.cancel()
 
         loop.add_signal_handler(signal.SIGINT, stop)
+        loop.add_signal_handler(signal.SIGTERM, end_process, 128 + signal.SIGTERM)  # shows the cursor again
         try:
             return await work(show)
         finally:
+            loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)  # restores KeyboardInterrupt
 
     try:

@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Option
 
-from lmcache_async.cli.output import PROBLEM, human, plain, refuse, say
+from lmcache_async.cli.output import PROBLEM, ended_like_ctrl_c, human, plain, refuse, say
 from lmcache_async.config.files import read_secret_file
 from lmcache_async.config.sources import PREFIX, TOKEN
 from lmcache_async.config.validation import without_user
@@ -129,19 +129,20 @@ def top_command(
     """
     console = Console(highlight=False)
     try:
-        client = StatusClient(url, token=token, token_file=token_file)
-        status = client.read()
-        if console.is_terminal and not (console.is_dumb_terminal or once or as_json):
-            watch(client, status, console, lambda: time.sleep(interval))
-        while True:
-            if as_json:
-                say(json.dumps(status, separators=(",", ":")))
-            else:
-                console.print(_drawn(client, status, console.width))
-            if once:
-                break
-            time.sleep(interval)
+        with ended_like_ctrl_c():
+            client = StatusClient(url, token=token, token_file=token_file)
             status = client.read()
+            if console.is_terminal and not (console.is_dumb_terminal or once or as_json):
+                watch(client, status, console, lambda: time.sleep(interval))
+            while True:
+                if as_json:
+                    say(json.dumps(status, separators=(",", ":")))
+                else:
+                    console.print(_drawn(client, status, console.width))
+                if once:
+                    break
+                time.sleep(interval)
+                status = client.read()
     except TierUnavailableError as error:
         refuse(error, PROBLEM)
     except KeyboardInterrupt:

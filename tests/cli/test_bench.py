@@ -186,8 +186,13 @@ def test_a_tier_that_evicts_the_records_is_reported(invoke):
     assert any(text in result.stderr for text in ("OOM command", "the tier may be too small for"))
 
 
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_benchmark_and_its_files_are_removed(invoke, tmp_path, monkeypatch, number):
+def test_a_signal_ends_a_benchmark_and_its_files_are_removed(
+    invoke, tmp_path, monkeypatch, number, interrupt
+):
+    before = signal.signal(signal.SIGINT, interrupt)
+
     async def killed(*_):
         assert list(tmp_path.iterdir())
         assert signal.getsignal(number) is not signal.SIG_DFL
@@ -196,7 +201,10 @@ def test_a_signal_ends_a_benchmark_and_its_files_are_removed(invoke, tmp_path, m
 
     monkeypatch.setattr(Frame, "compare", killed)
 
-    result = invoke("bench", "disk", "--quick", "--path", tmp_path)
+    try:
+        result = invoke("bench", "disk", "--quick", "--path", tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     assert result.exit_code == 130, result.output
     assert list(tmp_path.iterdir()) == []

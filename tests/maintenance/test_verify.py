@@ -216,6 +216,17 @@ def test_a_second_ctrl_c_ends_the_command_although_the_disk_hangs(root):
     assert line == "stopping when the running calls end; Ctrl-C again stops at once\n"
 
 
+def test_sigterm_ends_the_command_although_the_disk_hangs(root):
+    command = [sys.executable, "-c", HUNG, str(root), "--in-flight", "1"]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "reading\n"
+
+        child.send_signal(signal.SIGTERM)
+
+        assert child.wait(50) == 128 + signal.SIGTERM, "the cursor was shown again"
+
+
 def test_ctrl_c_is_a_keyboard_interrupt_again_after_the_records_are_read(root):
     before = signal.getsignal(signal.SIGINT)
     try:

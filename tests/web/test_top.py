@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +148,24 @@ def test_without_a_terminal_each_status_is_printed(monkeypatch: pytest.MonkeyPat
 
     assert code == 0, "Ctrl-C is a normal end"
     assert re.findall("first|second", shown) == ["first", "second"]
+
+
+def test_sigterm_leaves_the_screen_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_: float) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    console = Console(width=160, height=60, file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(StatusClient, "read", lambda self: BUSY)
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=killed))
+    monkeypatch.setattr(top, "Console", lambda **_: console)
+
+    code, _ = call("127.0.0.1:1", TERM="xterm")
+
+    assert code == 0
+    assert console.file.getvalue().endswith("\x1b[?25h\x1b[?1049l"), (
+        "the cursor and the normal screen are shown"
+    )
 
 
 CALLS = {"in_flight": 0, "errors": 0}
