@@ -45,7 +45,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 def parse_duration(text: str) -> float:
     """Parse a duration such as 90s, 30m, 12h, 7d or 2w to seconds."""
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?)([smhdw])", text.strip())
     if match is None:
         raise typer.BadParameter(f"{text}: expected a number with the unit s, m, h, d or w, such as 7d")
     return float(match[1]) * _UNITS[match[2]]

@@ -54,6 +54,8 @@ def test_older_than_deletes_records_by_time_of_use(root):
         os.utime(path, ns=(day_ago, day_ago))
 
     assert told("gc", root, "--older-than", "2d")["freed_records"] == 0
+    assert told("gc", root, "--older-than", "1000000s")["freed_records"] == 0
+    assert told("gc", root, "--older-than", f"{'9' * 12}w")["freed_records"] == 0
     assert told("gc", root, "--older-than", "12h")["records"]["age"]["count"] == 2
     assert len(record_files(root)) == 3
 
