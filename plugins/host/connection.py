@@ -262,7 +262,13 @@ class Reconnector:
         with contextlib.ExitStack() as undo:
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(connected.close)
-            await loop.sock_connect(connected, os.fspath(self._path))
+            try:
+                # Not loop.sock_connect: it takes a refusal because of a full queue for a connection in progress.
+                connected.connect(os.fspath(self._path))
+            except BlockingIOError:
+                raise ConnectionRefusedError(
+                    "its queue of new connections is full; check whether its process is stopped or overloaded"
+                ) from None
             _, user = peer_of(connected)
             if user not in self._config.trusted_users:
                 expected = " or ".join(map(str, sorted(self._config.trusted_users)))

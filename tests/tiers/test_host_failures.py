@@ -290,6 +290,22 @@ async def test_calls_name_the_reason_why_the_daemon_cannot_be_used(welcome, reas
                 await tier.contains(key_of(1))
 
 
+async def test_a_daemon_that_does_not_accept_connections_is_not_reported_as_another_user():
+    with contextlib.ExitStack() as open_sockets:
+        path = open_sockets.enter_context(socket_path())
+        listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(os.fspath(path))
+        listener.listen(0)
+        waiting = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+        waiting.connect(os.fspath(path))  # the queue is full now
+
+        async with host_tier(path) as tier:
+            with pytest.raises(
+                TierUnavailableError, match=r"cannot connect: .*queue of new connections is full"
+            ):
+                await tier.contains(key_of(1))
+
+
 async def test_calls_name_the_reason_why_the_tier_does_not_reconnect(arena):
     with socket_path() as path, ThreadedDaemon(path) as daemon:
         async with opened(daemon, arena) as tier:
