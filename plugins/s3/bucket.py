@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -23,7 +24,7 @@ from lmcache_async.types import ChunkKey
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, ObjectMeta
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, S3Credential
 
 T = TypeVar("T")
 
@@ -211,6 +212,7 @@ def open_store(config: S3Config) -> ObjectStore:
     """Create a client, without connecting."""
     location = config.location
     client: Any
+    further: dict[str, Any] = {}
     options: dict[str, Any] = {"skip_signature": config.anonymous}
     match location.kind:
         case "gs":
@@ -222,11 +224,15 @@ def open_store(config: S3Config) -> ObjectStore:
             options["account_key"] = _secret(config)
         case _:
             client, token = S3Store, config.session_token
+            key_id, secret = config.access_key_id, _secret(config)
+            if token is None and key_id is not None and secret is not None:
+                # Without this, the client sends AWS_SESSION_TOKEN, which belongs to another key.
+                further["credential_provider"] = partial(_static_credentials, key_id, secret)
             options |= {
                 "endpoint": config.endpoint,
                 "region": config.region,
-                "access_key_id": config.access_key_id,
-                "secret_access_key": _secret(config),
+                "access_key_id": key_id,
+                "secret_access_key": secret,
                 "session_token": token and token.get_secret_value(),
                 "unsigned_payload": not config.sign_payload,
                 "virtual_hosted_style_request": not config.path_style,
@@ -241,10 +247,15 @@ def open_store(config: S3Config) -> ObjectStore:
             client_options=client_options,
             # The retry layer retries, so the client does not.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=config.request_timeout_s)},
+            **further,
         )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may contain a secret
     return store
+
+
+def _static_credentials(key_id: str, secret: str) -> S3Credential:
+    return {"access_key_id": key_id, "secret_access_key": secret, "token": None, "expires_at": None}
 
 
 def _client_options(config: S3Config) -> dict[str, Any]:

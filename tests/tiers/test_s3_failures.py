@@ -198,6 +198,39 @@ async def test_an_invalid_request_is_explained_by_its_code(s3_server, proxy, cod
     assert type(caught.value) is kind
 
 
+def at(port: int, *, scheme: str = "http", **options: object) -> S3Config:
+    """Options for a server at this port that need no real server."""
+    given = {
+        "url": "s3://b/kv",
+        "endpoint": f"{scheme}://127.0.0.1:{port}",
+        "allow_http": True,
+        "region": "r",
+    }
+    return S3Config.model_validate(given | {"access_key_id": "a", "secret_key": "b"} | options)
+
+
+async def test_a_session_token_of_the_environment_is_not_sent_with_another_key(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-other")
+    requests: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for options in ({}, {"session_token": "own"}):
+            config = at(port, **options)
+            assert await Bucket(config, open_store(config)).find(key_of(1)) is None
+
+    assert all(b"Credential=a/" in request for request in requests)
+    assert [b"security-token: own" in request for request in requests] == [False, True]
+    assert b"token-of-other" not in b"".join(requests)
+
+
 @pytest.mark.parametrize("options", [WHOLE, IN_PARTS], ids=["whole", "parts"])
 async def test_after_a_cancelled_get_nothing_is_written(s3_server, proxy, arena, allocate, options):
     async with await open_tier(through(proxy, s3_server.config(**options)), arena) as tier:
