@@ -35,17 +35,31 @@ _MAX_CERTIFICATE_BYTES = 16 << 20
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_CAUSE = re.compile(
+    r'(?:message|error): "([^"]*)"|InvalidCertificate\(\s*(\w+)|\b(TimedOut|IncompleteMessage|InvalidContentType)\b'
+)
+"""Cause of a failed request, in the client's debug text of an HttpError."""
+_METADATA = re.compile(r"Error performing \w+ \S+/latest/(?:api/token|meta-data/)")
+"""Request to the metadata service of a machine at AWS, which the client sends if no credentials are set."""
 _QUERY = re.compile(r"\?[^\s\"'<>]*")
 _MAX_LENGTH = 300
 
 _REFUSED = (
-    "check the credentials and their permissions to read, write, delete and list;"
+    "check the credentials, their permissions to read, write, delete and list, and the clock of this machine;"
     " without the permission to list, some stores answer 403 for missing objects"
 )
 _NO_BUCKET = "the bucket does not exist: create it, or check url, region and endpoint"
 _REDIRECTED = "the bucket is in another region or at another endpoint: check region and endpoint"
+_BAD_REQUEST = (
+    "the temporary credentials are not valid any more, or the bucket is in another region or at another endpoint: check the"
+    " credentials, region and endpoint"
+)
 _EXPIRED = (
     "the temporary credentials are not valid any more: renew access_key_id, the secret and session_token"
+)
+_NO_CREDENTIALS = (
+    "no credentials are set, and the machine provides none: set access_key_id and secret_key_file, or the variables"
+    " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 )
 _ADVICE = {401: _REFUSED, 403: _REFUSED, 404: _NO_BUCKET, **dict.fromkeys((301, 307, 400), _REDIRECTED)}
 """Advice for error responses, by status."""
@@ -283,15 +297,17 @@ def _secret(config: S3Config) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause in one line, without the client's debug text and without queries with signatures."""
-    text = str(error).split("\n\nDebug source", 1)[0]
+    """Return the cause in one line, without queries with signatures; of the client's debug text, only the cause."""
+    text, _, debug = str(error).partition("\n\nDebug source")
     status = status_of(error)
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if status is not None:
         said = [match[1].strip() for match in (code, message) if match]
         text = ": ".join([f"HTTP {status}", *said])
     else:
-        text = text.rsplit(" - ", 1)[-1]
+        text = text.rsplit(" - ", 1)[-1].strip()
+        causes = ["".join(groups) for groups in _CAUSE.findall(debug.partition("HttpError")[2])]
+        text = ": ".join([text, *causes[-1:]])
     text = " ".join(_QUERY.sub("", text).split())
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
@@ -307,6 +323,8 @@ def tier_error(error: BaseException, what: str) -> TierError:
     status = status_of(error)
     if status is None and isinstance(error, FileNotFoundError):
         status = 404
+    elif "redirect without LOCATION" in str(error):
+        status = 301
     text = f"cannot {what}: {reason(error)}"
     code = _CODE.search(str(error))
     match code and code[1]:  # of responses with status 400
@@ -314,4 +332,8 @@ def tier_error(error: BaseException, what: str) -> TierError:
             return TierError(f"{text}; {_EXPIRED}")
         case "RequestTimeout":  # the upload was too slow
             return TierUnavailableError(text)
+        case None if status == 400:  # the answer to a lookup has no code
+            return TierError(f"{text}; {_BAD_REQUEST}")
+    if _METADATA.search(str(error)):
+        return TierUnavailableError(f"{text}; {_NO_CREDENTIALS}")
     return TierError(f"{text}; {_ADVICE[status]}") if status in _ADVICE else TierUnavailableError(text)

@@ -15,6 +15,8 @@ from lmcache_async.plugins.s3.bucket import Bucket, name_of, open_store
 from lmcache_async.testing.conformance.base import TierRig, in_time
 from lmcache_async.testing.records import key_of, record
 from lmcache_async.testing.steps import turns
+from tests.support.certificates import Authority
+from tests.support.processes import free_port
 from tests.support.proxy import Proxy
 from tests.support.s3_server import SECRET_KEY
 from tests.support.tiers import handle_of
@@ -207,6 +209,49 @@ def at(port: int, *, scheme: str = "http", **options: object) -> S3Config:
         "region": "r",
     }
     return S3Config.model_validate(given | {"access_key_id": "a", "secret_key": "b"} | options)
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        ("400 Bad Request", "temporary credentials.*region and endpoint"),
+        ("403 Forbidden", "credentials.*clock"),
+        ("301 Moved Permanently", "check region and endpoint"),
+    ],
+)
+async def test_an_error_of_a_lookup_has_no_code_and_names_the_possible_causes(status, advice):
+    async with Proxy(1) as proxy:
+        proxy.answer = f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode()
+        config = at(proxy.port)
+
+        with pytest.raises(TierError, match=advice) as caught:
+            await Bucket(config, open_store(config)).find(key_of(1))
+
+    assert not caught.value.retryable
+
+
+async def test_the_error_of_a_failed_connection_names_its_cause(tmp_path):
+    authority, other = Authority(tmp_path), Authority(tmp_path, "another authority")
+    async with Proxy(1, tls=other.server_context()) as proxy:
+        for config, cause in (
+            (at(free_port()), "Connection refused"),
+            (at(proxy.port, scheme="https", ca_file=authority.file), "UnknownIssuer"),
+        ):
+            with pytest.raises(TierUnavailableError, match=f"error sending request: {cause}"):
+                await Bucket(config, open_store(config)).find(key_of(1))
+
+
+async def test_credentials_that_no_server_provides_are_named_as_the_cause(arena, monkeypatch, caplog):
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "WEB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    async with Proxy(1) as proxy:
+        config = at(proxy.port, access_key_id=None, secret_key=None)
+        async with await open_tier(config, arena) as tier:
+            with pytest.raises(TierUnavailableError, match=r"no credentials.*AWS_ACCESS_KEY_ID"):
+                await tier.contains(key_of(1))
+
+    assert "no credentials" in caplog.text
 
 
 async def test_a_session_token_of_the_environment_is_not_sent_with_another_key(monkeypatch):
