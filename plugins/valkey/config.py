@@ -32,6 +32,8 @@ SENTINEL_SCHEMES = frozenset({"redis-sentinel", "valkey-sentinel"})
 SCHEMES = frozenset({"redis", "valkey", "unix"}) | TLS_SCHEMES | SENTINEL_SCHEMES
 PORT = 6379
 SENTINEL_PORT = 26379
+MAX_SOCKET_PATH_BYTES = 107
+"""Limit of the kernel. uvloop cuts a longer path off instead of refusing it."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
@@ -190,6 +192,8 @@ def parse_url(text: str) -> Address:
         path = unquote(path)
         if hosts or len(path) < 2 or "\0" in path:
             raise ValueError("expected the path of a socket after unix://, such as unix:///run/valkey.sock")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"expected a path of at most {MAX_SOCKET_PATH_BYTES} bytes, the limit of sockets")
         endpoints: tuple[Endpoint, ...] = (Endpoint(path=path),)
         number = ""
     else:

@@ -27,6 +27,7 @@ from lmcache_async.testing.rig import Rig
         (" rediss://host:1/?db=3", [Endpoint("host", 1)], "", 3),
         ("VALKEYS://[::1]:5", [Endpoint("::1", 5)], "", 0),
         ("unix:///run/a%20b.sock?db=4", [Endpoint(path="/run/a b.sock")], "", 4),
+        (f"unix:///{'x' * 106}", [Endpoint(path=f"/{'x' * 106}")], "", 0),
         ("unix://kv@/run/s", [Endpoint(path="/run/s")], "kv", 0),
         ("valkey://a:1,b,a:1", [Endpoint("a", 1), Endpoint("b", 6379)], "", 0),
         ("redis-sentinel://a,b:2", [Endpoint("a", 26379), Endpoint("b", 2)], "", 0),
@@ -49,6 +50,7 @@ def test_urls_are_parsed(url, endpoints, username, database):
         ({"url": "valkey://host/?db=1&db=2"}, "expected nothing after the host but the number of a database"),
         ({"url": "valkey://host/1?db=2"}, "expected nothing after the host but the number of a database"),
         ({"url": "unix://"}, "expected the path of a socket"),
+        ({"url": f"unix:///{'x' * 107}"}, "expected a path of at most 107 bytes, the limit of sockets"),
         ({"url": "redis://:geheim@host"}, "no password in the URL"),
         ({"url": "redis://:ge/he@im@host"}, "expected"),
         (

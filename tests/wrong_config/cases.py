@@ -128,6 +128,7 @@ ENGINE: list[tuple[str, list[str]]] = [
     ('tiers: [{name: valkey, url: 3}]', ['{file}, line 1: tiers[0] (valkey): url is 3: expected text']),
     ("tiers: [{name: valkey, url: 'valkey://u:p@h'}]", ['{file}, line 1: tiers[0] (valkey): url: expected no password in the URL, because URLs are logged: set password_file or password_variable']),
     ("tiers: [{name: valkey, url: 'unix://h/x'}]", ["{file}, line 1: tiers[0] (valkey): url: expected the path of a socket after unix://, such as unix:///run/valkey.sock"]),
+    (f"tiers: [{{name: valkey, url: 'unix:///{'x' * 107}'}}]", ['{file}, line 1: tiers[0] (valkey): url: expected a path of at most 107 bytes, the limit of sockets']),
     ("tiers: [{name: valkey, url: 'valkey://'}]", ['{file}, line 1: tiers[0] (valkey): url: expected name, name:port or [address]:port for each host, separated by commas']),
     ("tiers: [{name: valkey, url: 'valkey://h:0'}]", ["{file}, line 1: tiers[0] (valkey): url: expected a port above 0 for each host"]),
     ("tiers: [{name: valkey, url: 'valkey://h/x'}]", ['{file}, line 1: tiers[0] (valkey): url: expected nothing after the host but the number of a database, such as valkey://host/2']),
