@@ -193,7 +193,9 @@ def parse_url(text: str) -> Address:
         if hosts or len(path) < 2 or "\0" in path:
             raise ValueError("expected the path of a socket after unix://, such as unix:///run/valkey.sock")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-            raise ValueError(f"expected a path of at most {MAX_SOCKET_PATH_BYTES} bytes, the limit of sockets")
+            raise ValueError(
+                f"expected a path of at most {MAX_SOCKET_PATH_BYTES} bytes, the limit of sockets"
+            )
         endpoints: tuple[Endpoint, ...] = (Endpoint(path=path),)
         number = ""
     else:

@@ -70,6 +70,12 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._send(message, replies)
         return replies.done
 
+    def call_each(self, message: bytes, count: int) -> list[asyncio.Future[list[Reply]]]:
+        """Send commands as `call` does, and return a future of each reply. One may arrive before the connection is lost."""
+        waiters = [Replies() for _ in range(count)]
+        self._send(message, *waiters)
+        return [replies.done for replies in waiters]
+
     async def fetch(self, message: bytes, buffer: Buffer) -> int | ErrorReply | None:
         """Send a command whose reply is one record, and receive the record into the buffer.
 
@@ -141,9 +147,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    def _send(self, message: bytes, replies: Replies | None = None) -> None:
+    def _send(self, message: bytes, *waiters: Replies) -> None:
         transport = self.check()
-        if replies is not None:
+        for replies in waiters:
             self._reader.expect(replies)
         transport.write(message)
 
@@ -329,8 +335,15 @@ class Node:
         if to_server and config.effective_mode == "sentinel":
             commands["role"] = (b"ROLE",)
         asked = {name: command for name, command in commands.items() if command}
-        replies = await connection.call(b"".join(encode(*command) for command in asked.values()), len(asked))
-        for name, reply in zip(asked, replies, strict=True):
+        message = b"".join(encode(*command) for command in asked.values())
+        for name, answer in zip(asked, connection.call_each(message, len(asked)), strict=True):
+            try:
+                [reply] = await answer
+            except TierUnavailableError as error:
+                raise TierUnavailableError(
+                    f"{error}; check whether its port is of a {self._settings.kind} server, uses TLS, or requires a client"
+                    " certificate in tls_cert_file"
+                ) from error
             if isinstance(reply, ErrorReply):
                 self._check_refusal(name, reply)
             elif name == "role" and isinstance(reply, list) and reply and reply[0] != b"master":
@@ -340,16 +353,17 @@ class Node:
 
     def _check_refusal(self, name: str, reply: ErrorReply) -> None:
         """Raise the error for a refused command of the greeting, unless the refusal can be ignored."""
-        is_full = "max number of clients" in reply.text
+        if reply.text.startswith(_TOO_MANY_CLIENTS):
+            raise refusal(self.where, reply)
         if name == "auth" or reply.code in {"NOAUTH", "WRONGPASS"}:
-            if reply.code in {"LOADING", "BUSY"} or is_full:
+            if reply.code in {"LOADING", "BUSY"}:
                 raise TierUnavailableError(f"{self.where} is not ready: {reply.code}")
             # For AUTH only the code: the reply to an unknown command repeats the arguments, here the password.
             known = ErrorReply(reply.code, reply.code) if name == "auth" else reply
             raise RefusedLoginError(str(refusal(self.where, known)))
-        if name == "database" and reply.code == "ERR" and not is_full:
+        if name == "database" and reply.code == "ERR":
             raise RefusedLoginError(f"{refusal(self.where, reply)}; check the number of the database in url")
-        if reply.code not in {"NOPERM", "ERR"} or name == "database" or is_full:
+        if reply.code not in {"NOPERM", "ERR"} or name == "database":
             raise refusal(self.where, reply)
 
     def _note_failure(self, error: TierError) -> None:
@@ -370,10 +384,12 @@ _TEMPORARY = frozenset(
 )
 """Error codes of temporary conditions."""
 
+_TOO_MANY_CLIENTS = "ERR max number of clients"
+
 _ADVICE = {
     "OOM": "; raise its maxmemory, or set maxmemory-policy to allkeys-lru or allkeys-lfu",
     "NOAUTH": "; set username and password_file, or password_variable",
-    "WRONGPASS": "; check username and password_file, or password_variable",
+    "WRONGPASS": "; check username and password_file, or password_variable, which are read at start",
     "NOPERM": "; allow the user GET, SET, EXISTS, UNLINK and SCAN on the keys of key_prefix, SELECT for a database in the URL, and CLUSTER SLOTS and ASKING in a cluster",
     "MOVED": "; it is a node of a cluster: set mode to cluster",
     "MISCONF": "; it rejects writes because it cannot save to its disk: see its log",
@@ -387,7 +403,9 @@ def refusal(where: str, reply: ErrorReply) -> TierError:
     message = f"{where} answered {text!r}{_ADVICE.get(reply.code, '')}"
     if reply.code == "OOM":
         return TierFullError(message)
-    if reply.code in _TEMPORARY or "max number of clients" in reply.text:
+    if reply.text.startswith(_TOO_MANY_CLIENTS):
+        return TierUnavailableError(f"{message}; raise its maxclients, or use fewer connections")
+    if reply.code in _TEMPORARY:
         return TierUnavailableError(message)
     return TierError(message)
 

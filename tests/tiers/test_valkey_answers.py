@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -200,7 +201,7 @@ async def test_tls_with_certificates_of_both_ends(server, arena, allocate, tmp_p
             with got:
                 assert got.nbytes == 60_000 + 4096
         async with bound(config(url, tls_ca_file=authority.file), arena) as tier:
-            with pytest.raises(TierUnavailableError, match="valkey at 127"):
+            with pytest.raises(TierUnavailableError, match=r"valkey at 127.*tls_cert_file"):
                 await tier.contains(key_of(1))
 
 
@@ -229,3 +230,25 @@ async def test_too_many_clients_are_refused_as_unavailable(server):
             async with ValkeyTier(config(small.url)) as second:
                 with pytest.raises(TierUnavailableError):  # an error reply, or the end of the connection
                     await second.contains(key_of(1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"-ERR max number of clients reached\r\n", "max number of clients reached'; raise its maxclients"),
+        (b"", "connection was lost.*tls_cert_file"),
+    ],
+)
+async def test_a_server_that_ends_the_greeting_is_an_error_with_its_reason(monkeypatch, answer, message):
+    monkeypatch.setenv("KV_PASSWORD", SECRET)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"SELECT")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"valkey://127.0.0.1:{server.sockets[0].getsockname()[1]}/1"
+        async with ValkeyTier(config(url, password_variable="KV_PASSWORD")) as tier:
+            with pytest.raises(TierUnavailableError, match=message):
+                await tier.contains(key_of(1))
