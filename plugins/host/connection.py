@@ -276,11 +276,18 @@ class Reconnector:
                     f"it runs as user {user}, expected {expected}; set daemon_uid to its user if it is trusted"
                 )
             hello = Hello(PROTOCOL, self._config.tenant, self._config.max_lease_bytes or 0)
-            await loop.sock_sendall(connected, pack_hello(hello))
             socket_copy = connected.dup()
             undo.callback(socket_copy.close)
-            await readable(connected)
-            connection = Connection(self._where, self._config, self._receive(connected), socket_copy)
+            try:
+                await loop.sock_sendall(connected, pack_hello(hello))
+                await readable(connected)
+                region = self._receive(connected)
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                raise ProtocolError(
+                    "it closed the connection without an answer; see its log, and check whether its allow_uids contains"
+                    f" user {os.geteuid()}"
+                ) from None
+            connection = Connection(self._where, self._config, region, socket_copy)
             undo.callback(connection.mapping.end)
             self._mappings = [one for one in self._mappings if not one.closed]
             self._mappings.append(connection.mapping)
@@ -300,7 +307,7 @@ class Reconnector:
         message, descriptors, _, _ = socket.recv_fds(connected, WELCOME_BYTES, 4, _MSG_CMSG_CLOEXEC)
         try:
             if not message:
-                raise ProtocolError("it closed the connection")
+                raise EOFError
             if len(message) != WELCOME_BYTES:
                 raise ProtocolError(f"its answer has {len(message)} bytes, expected {WELCOME_BYTES}")
             welcome = unpack_welcome(message)

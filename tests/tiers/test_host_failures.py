@@ -17,6 +17,7 @@ import pytest_asyncio
 import torch
 
 from lmcache_async.daemon.messages import HELLO_BYTES, PROTOCOL, Grant, Op, Refusal, Welcome, pack_welcome
+from lmcache_async.daemon import server
 from lmcache_async.daemon.server import shared_memory
 from lmcache_async.daemon.session import Session
 from lmcache_async.errors import (
@@ -304,6 +305,13 @@ async def test_a_daemon_that_does_not_accept_connections_is_not_reported_as_anot
                 TierUnavailableError, match=r"cannot connect: .*queue of new connections is full"
             ):
                 await tier.contains(key_of(1))
+
+
+async def test_the_error_of_a_user_that_the_daemon_does_not_allow_names_allow_uids(daemon, monkeypatch):
+    monkeypatch.setattr(server, "peer_of", lambda _: (1, os.geteuid() + 1))
+    async with host_tier(daemon.path) as tier:
+        with pytest.raises(TierUnavailableError, match=rf"its log.*allow_uids.* user {os.geteuid()}"):
+            await tier.contains(key_of(1))
 
 
 async def test_calls_name_the_reason_why_the_tier_does_not_reconnect(arena):
