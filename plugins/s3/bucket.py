@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, S3Store
+from pydantic import SecretStr
 
 from lmcache_async.config.files import read_bounded, read_secret_file
 from lmcache_async.errors import ConfigError, TierError, TierUnavailableError
@@ -239,6 +241,7 @@ def open_store(config: S3Config) -> ObjectStore:
         case _:
             client, token = S3Store, config.session_token
             key_id, secret = config.access_key_id, _secret(config)
+            _check_s3_values(config)
             if token is None and key_id is not None and secret is not None:
                 # Without this, the client sends AWS_SESSION_TOKEN, which belongs to another key.
                 further["credential_provider"] = partial(_static_credentials, key_id, secret)
@@ -266,6 +269,23 @@ def open_store(config: S3Config) -> ObjectStore:
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(f"{config.url}: {reason(error)}") from None  # its text may contain a secret
     return store
+
+
+def _check_s3_values(config: S3Config) -> None:
+    """Raise ConfigError for an option or a variable with a control character, with which the client panics."""
+    texts = {
+        name: getattr(config, name) for name in ("access_key_id", "secret_key", "session_token", "region")
+    }
+    values = {name: text for name, text in texts.items() if text is not None}
+    variables = [] if config.access_key_id else ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"]
+    variables += [] if config.region else ["REGION", "DEFAULT_REGION"]
+    values |= {f"the variable AWS_{name}": os.environ.get(f"AWS_{name}", "") for name in variables}
+    for name, value in values.items():
+        text = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if not text.isprintable():
+            raise ConfigError(
+                f"{config.url}: {name} contains a line break or another control character; remove it"
+            )
 
 
 def _static_credentials(key_id: str, secret: str) -> S3Credential:

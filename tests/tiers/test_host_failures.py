@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from lmcache_async.daemon.messages import HELLO_BYTES, PROTOCOL, Grant, Op, Refusal, Welcome, pack_welcome
 from lmcache_async.daemon import server
+from lmcache_async.daemon.messages import HELLO_BYTES, PROTOCOL, Grant, Op, Refusal, Welcome, pack_welcome
 from lmcache_async.daemon.server import shared_memory
 from lmcache_async.daemon.session import Session
 from lmcache_async.errors import (

@@ -103,6 +103,28 @@ def test_a_secret_in_a_world_readable_file_is_refused(tmp_path):
         open_store(config.model_copy(update={"secret_key_file": tmp_path / "none"}))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"],
+)
+def test_a_line_break_in_a_variable_is_refused_by_name(monkeypatch, name):
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.setenv(name, f"{SECRET}\n")
+    with pytest.raises(ConfigError, match=f"the variable {name} contains a line break") as caught:
+        open_store(S3Config(url="s3://b"))
+    assert SECRET not in str(caught.value)
+
+    open_store(S3Config(url="s3://b", region="r", access_key_id="a", secret_key="b"))
+
+
+@pytest.mark.parametrize("name", ["access_key_id", "secret_key", "session_token", "region"])
+def test_a_line_break_in_an_option_is_refused_by_name(name):
+    options = {"access_key_id": "a", "secret_key": "b", name: f"{SECRET}\n"}
+    with pytest.raises(ConfigError, match=f"{name} contains a line break") as caught:
+        open_store(S3Config.model_validate({"url": "s3://b"} | options))
+    assert SECRET not in str(caught.value)
+
+
 def test_errors_of_client_options_show_no_secret():
     with pytest.raises(ConfigError, match="az://c") as caught:
         open_store(S3Config(url="az://c", account="a", secret_key=SECRET + "!"))
