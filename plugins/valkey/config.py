@@ -239,7 +239,7 @@ def read_auth(config: ValkeyConfig, prefix: Literal["", "sentinel_"] = "") -> tu
         if not password:
             raise ConfigError(f"{prefix}password_file: {file} is empty")
     elif variable:
-        password = os.environ.get(variable, "")
+        password = os.environ.get(variable, "").rstrip("\r\n")
         if not password:
             raise ConfigError(f"{prefix}password_variable: the variable {variable} is not set")
     elif username:

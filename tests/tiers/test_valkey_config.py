@@ -11,12 +11,13 @@ from lmcache_async.engine.tiers import stacked_tiers
 from lmcache_async.errors import ConfigError
 from lmcache_async.logging import LimitedLogger
 from lmcache_async.plugins.valkey import ValkeyConfig, ValkeyTier
-from lmcache_async.plugins.valkey.config import parse_url
+from lmcache_async.plugins.valkey.config import parse_url, read_auth
 from lmcache_async.plugins.valkey.connection import refusal
 from lmcache_async.plugins.valkey.protocol import ErrorReply
 from lmcache_async.plugins.valkey.topology import parse_redirect, parse_slots, slot_of
 from lmcache_async.registry import Registry
 from lmcache_async.testing.rig import Rig
+from tests.support.secret_files import secret_file
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,14 @@ def test_missing_options_follow_from_the_url():
 
     assert (sentinel.effective_mode, sentinel.encrypted) == ("sentinel", True)
     assert (single.effective_mode, single.encrypted, single.ttl_s) == ("single", True, 86400)
+
+
+def test_the_line_break_at_the_end_of_a_password_is_not_part_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_PASSWORD", "geheim\n")
+    file = secret_file(tmp_path, "geheim\r\n")
+
+    for options in ({"password_variable": "KV_PASSWORD"}, {"password_file": file}):
+        assert read_auth(ValkeyConfig(url="valkey://a", **options)) == (b"AUTH", b"geheim")
 
 
 def test_a_user_of_the_sentinels_without_a_password_stops_the_start():
