@@ -180,6 +180,24 @@ async def test_a_batch_that_keeps_failing_ends_with_the_chunks_it_has(arena):
 
 
 @in_virtual_time
+async def test_a_call_whose_failure_opens_the_breaker_ends_with_that_failure(arena):
+    inner = fill(ScriptedTier(), 4)
+    tier = retrying(inner)
+    inner.script.extend([away(), TierSuspendedError("open")])
+    with pytest.raises(TierUnavailableError, match="away"):
+        await tier.contains(KEYS[0])
+    inner.script.extend([away(), TierSuspendedError("open")])
+    assert [str(result) for result in await tier.get_many(KEYS[:2], allocator(arena))] == ["away"] * 2
+    inner.chunk_errors[KEYS[1]].append(away())
+    inner.script.extend([None, TierSuspendedError("open")])
+
+    first, second = await tier.get_many(KEYS[:2], allocator(arena))
+
+    assert taken(first) == content(0)
+    assert str(second) == "away"
+
+
+@in_virtual_time
 async def test_a_batch_that_cannot_be_retried_raises_as_it_would_without():
     inner = ScriptedTier()
     inner.script.append(TierError("for good"))

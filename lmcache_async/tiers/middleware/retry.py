@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from lmcache_async.config.validation import disagree
 from lmcache_async.config.values import Count, OptionalSeed, Seconds
-from lmcache_async.errors import BudgetExceededError, TierError
+from lmcache_async.errors import BudgetExceededError, TierError, TierSuspendedError
 from lmcache_async.tiers.middleware.base import (
     Call,
     Layer,
@@ -99,17 +99,24 @@ class RetryLayer(Layer):
         attempt, pauses = call, 0
         left: Sequence[int] = range(call.chunks)
         results: list[Result] = []
+        failure: TierError | None = None  # of a call that fails as a whole
         try:
             while True:
                 answers: Results
                 try:
                     answers = await next(attempt)
                 except TierError as error:
+                    if pauses and isinstance(error, TierSuspendedError):
+                        # The breaker is open since the attempt before, whose error is the reason.
+                        if failure is not None:
+                            raise failure from failure.__cause__
+                        return results
                     if attempt is call and not _is_retryable(error):
                         raise
                     if not per_chunk:
                         if not await self._pause(pauses, call.deadline):
                             raise
+                        failure = error
                         pauses += 1
                         continue
                     answers = [error] * len(left)
@@ -133,6 +140,8 @@ class RetryLayer(Layer):
         except BaseException:
             release_results(results)
             raise
+        finally:
+            failure = None  # or the error and this frame would refer to each other
 
     async def _pause(self, taken: int, deadline: float) -> bool:
         """Wait for the next attempt after `taken` pauses. Return False if no attempt or no time is left."""
