@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from lmcache_async.config import EngineConfig
 from lmcache_async.device.layout import KVLayout
@@ -34,8 +35,9 @@ class HashStage:
             return HashedBatch(request=request, chunks=request.chunks, rows=request.rows)
         if len(request.tokens) <= self._INLINE_TOKENS:
             chunks = self._hash(request)
-        else:
-            chunks = await in_thread(self._workers, lambda: self._hash(request))
+        else:  # a copy, because the caller may change its array while the thread reads
+            copied = replace(request, tokens=request.tokens.copy())
+            chunks = await in_thread(self._workers, lambda: self._hash(copied))
         return HashedBatch(request=request, chunks=chunks, rows=self._rows(request, chunks))
 
     def _hash(self, request: Request) -> tuple[Chunk, ...]:

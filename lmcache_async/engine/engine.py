@@ -204,8 +204,9 @@ class CacheEngine:
         """Store the KV cache of `tokens` from `rows` of the paged cache.
 
         Args:
-            tokens: Token ids of the whole prefix, from position 0.
-            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids.
+            tokens: Token ids of the whole prefix, from position 0. Tokens, rows and mask are copied when the call starts.
+            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids. Their content must not
+                change until the call ends.
             mask: Booleans of shape (len(tokens),), as a tensor, an array or a list. Leading False tokens are
                 not stored.
             namespace: Everything else that the request's KV cache depends on.
@@ -234,7 +235,8 @@ class CacheEngine:
         """Load the longest stored prefix of `tokens` into `rows`.
 
         Args and errors: as in `store`. Leading False tokens of `mask` and tokens of rows -1 are not written.
-        A row is written as a whole or not at all.
+        A row is written as a whole or not at all. Rows other than -1 must be distinct: a row that occurs twice contains the
+        KV of any of its tokens.
 
         Returns:
             Bool of shape (len(tokens),) on the CPU: True for each loaded token. Loaded tokens are

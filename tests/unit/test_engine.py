@@ -352,3 +352,33 @@ asyncio.run(main())
 
     assert ended.status == 0, ended.output
     assert int(ended.output) >= min(DESCRIPTORS, limit)
+
+
+@pytest.mark.parametrize("verb", ["store", "retrieve", "prefetch"])
+async def test_the_caller_may_change_the_tokens_before_a_thread_hashes_them(verb, monkeypatch):
+    rig = Rig()
+    thread_starts = asyncio.Event()
+
+    async def in_late_thread(executor, function):
+        await thread_starts.wait()
+        return function()
+
+    monkeypatch.setattr("lmcache_async.stages.hash.in_thread", in_late_thread)
+    async with rig.open() as engine:
+        if verb != "store":
+            await store(rig, engine)
+        monkeypatch.setattr("lmcache_async.stages.hash.HashStage._INLINE_TOKENS", 8)
+        tokens = np.array(TOKENS, np.int32)
+        rows = () if verb == "prefetch" else (range(40),)
+        call = asyncio.ensure_future(getattr(engine, verb)(tokens, *rows))
+        await turns(1)
+
+        tokens[:] = 7
+        thread_starts.set()
+        result = await call
+
+        assert {"store": lambda: result.stored == 5, "retrieve": lambda: result.all()}.get(
+            verb, lambda: result == 40
+        )()
+        assert await engine.lookup(TOKENS) == 40
+        assert await engine.lookup(tokens) == 0
