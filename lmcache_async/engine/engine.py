@@ -47,9 +47,9 @@ NO_NAMESPACE = RequestNamespace()
 class CacheEngine:
     """Stores the KV cache of prompt chunks in tiers and loads it back.
 
-    Create an engine with `open` and use it on one event loop. Calls may overlap. The failure of a tier or an
-    expired deadline is a miss or a counted drop in the report, never an exception. Bugs and cancellation
-    propagate; all leases of the call are released before.
+    Create an engine with `open` and use it on the event loop on which it was opened; the coroutines raise RuntimeError on
+    another one. Calls may overlap. The failure of a tier or an expired deadline is a miss or a counted drop in the report,
+    never an exception. Bugs and cancellation propagate; all leases of the call are released before.
 
     `lookup`, `store`, `retrieve` and `prefetch` take token ids and rows of the paged cache. The methods
     named `..._keys` and `..._chunks` take chunks that the caller has hashed.
@@ -79,6 +79,7 @@ class CacheEngine:
         self.metrics.sources.append(lambda out: self.statistics().add_to(out))
         self._parts = parts
         self._instruments: tuple[Instrument, ...] = (self.metrics, *instruments)
+        self._loop = asyncio.get_running_loop()
         self._closed = False
         self._clears = 0  # running calls of `clear`
         self._calls: dict[asyncio.Future[None], asyncio.Timeout] = {}  # by the future of a call's end
@@ -422,6 +423,7 @@ class CacheEngine:
 
     async def flush(self, *, timeout_s: float) -> bool:
         """Wait until slower tiers have written their queues; return False if the timeout expires."""
+        self._check_loop()
         return await self._parts.stack.flush(timeout_s=timeout_s)
 
     async def scrub(self, *, max_bytes_per_s: int | None = None) -> dict[str, ScrubReport]:
@@ -528,7 +530,16 @@ class CacheEngine:
         """Return futures that are done when the running calls and background work have ended."""
         return {*self._calls, *self._background}
 
+    def _check_loop(self) -> None:
+        """Refuse a call from another event loop, which would wait for futures that never wake it."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "the engine was opened on another event loop; call it there, with asyncio.run_coroutine_threadsafe from other"
+                " threads, or use LMCacheEngine, which any thread may call"
+            )
+
     def _check_open(self) -> None:
+        self._check_loop()
         if self._closed:
             raise EngineClosedError("the engine is closed")
 

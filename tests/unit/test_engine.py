@@ -354,6 +354,30 @@ asyncio.run(main())
     assert int(ended.output) >= min(DESCRIPTORS, limit)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.store(TOKENS, range(40)),
+        lambda engine: engine.retrieve(TOKENS, range(40)),
+        lambda engine: engine.lookup(TOKENS),
+        lambda engine: engine.first_present([[]]),
+        lambda engine: engine.prefetch(TOKENS),
+        lambda engine: engine.clear(),
+        lambda engine: engine.flush(timeout_s=30),
+        lambda engine: engine.scrub(),
+    ],
+    ids=["store", "retrieve", "lookup", "first_present", "prefetch", "clear", "flush", "scrub"],
+)
+async def test_a_call_from_another_event_loop_is_refused_and_the_engine_continues(call, tmp_path):
+    rig = Rig()
+    async with rig.open(tiers=["cpu", disk(tmp_path)]) as engine:
+        with pytest.raises(RuntimeError, match="opened on another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(call(engine)))
+
+        assert (await store(rig, engine)).stored == 5
+        await check_retrieve(rig, engine, expected=[True] * 40)
+
+
 @pytest.mark.parametrize("verb", ["store", "retrieve", "prefetch"])
 async def test_the_caller_may_change_the_tokens_before_a_thread_hashes_them(verb, monkeypatch):
     rig = Rig()
