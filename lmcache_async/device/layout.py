@@ -7,7 +7,7 @@ quantised and opaque pages need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -79,6 +79,7 @@ class KVLayout:
                 without heads are refused.
 
         Raises:
+            TypeError: A value is not a tensor.
             ValueError: A shape is not one of these, or two rows share bytes.
         """
         named = _named(tensors)
@@ -118,6 +119,7 @@ class KVLayout:
             block_size: Tokens of a block, if `order` is not given.
 
         Raises:
+            TypeError: A value is not a tensor.
             ValueError: A shape is unknown or ambiguous, or two rows share bytes.
         """
         named = _named(tensors)
@@ -181,16 +183,38 @@ class KVLayout:
         return self.bytes_per_row * num_rows
 
 
-def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(tensors: object) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of all `Layers` in order, with their names; "" without names.
+
+    Raises:
+        TypeError: A value is not a tensor.
+    """
     import torch  # here, so that modules that only need the type start without torch
 
+    # An iterator can be read only once.
+    if not isinstance(tensors, Iterable) or isinstance(tensors, Iterator):
+        raise TypeError(
+            f"the KV cache is a {type(tensors).__name__}; expected a list or a mapping of tensors"
+        )
     layers = tensors.items() if isinstance(tensors, Mapping) else (("", layer) for layer in tensors)
-    named = []
-    for name, layer in layers:
+    named: list[tuple[str, torch.Tensor]] = []
+    for position, (name, layer) in enumerate(layers):
         if isinstance(layer, torch.Tensor):
             named.append((name, layer))
-        else:
-            named.extend((f"{name}[{index}]" if name else "", part) for index, part in enumerate(layer))
+            continue
+        parts = layer if isinstance(layer, Sequence) else [layer]
+        for index, part in enumerate(parts):
+            if not isinstance(part, torch.Tensor):
+                raise TypeError(
+                    f"layer {name or position!r} of the KV cache has a {type(part).__name__}; expected a tensor, or a pair"
+                    " of tensors for K and V"
+                )
+            named.append((f"{name}[{index}]" if name else "", part))
+    return named
+
+
+def _named(tensors: Layers) -> list[tuple[str, torch.Tensor]]:
+    named = named_tensors(tensors)
     if not named:
         raise ValueError("no KV cache tensors were given")
     devices = {str(tensor.device) for _, tensor in named}

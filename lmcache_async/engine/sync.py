@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Unpack, cast
@@ -21,7 +21,7 @@ import torch
 from prometheus_client import Metric
 
 from lmcache_async.config import EngineConfig
-from lmcache_async.device.layout import KVLayout, Layers
+from lmcache_async.device.layout import KVLayout, Layers, named_tensors
 from lmcache_async.engine.arguments import Mask, RequestArguments, check_arguments
 from lmcache_async.engine.check import load_engine_config
 from lmcache_async.engine.engine import CacheEngine
@@ -512,6 +512,7 @@ def _on_host(values: T) -> T:
 
 def _memory_of(kv_caches: Layers) -> _Memory:
     """Address and form of each tensor, to determine whether two caches are the same memory."""
-    layers = kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches
-    parts = [part for layer in layers for part in ([layer] if isinstance(layer, torch.Tensor) else layer)]
-    return [(part.data_ptr(), tuple(part.shape), part.stride(), part.dtype) for part in parts]
+    return [
+        (part.data_ptr(), tuple(part.shape), part.stride(), part.dtype)
+        for _, part in named_tensors(kv_caches)
+    ]

@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import UnionType
 
 from lmcache_async.hashing.digest import digest_function, hash_key_id
 from lmcache_async.types import KEY_BYTES, ChunkKey
@@ -25,6 +26,15 @@ _ENGINE_MARK = 0xFFFFFFFF
 _REQUEST_MARK = 0xFFFFFFFE
 _BOUNDARY_MARK = 0xFFFFFFFD
 _GROUP_MARK = 0xFFFFFFFC
+
+
+_ENGINE_TYPES: tuple[tuple[str, type | UnionType, str], ...] = (
+    *((name, str | None, "a string") for name in ("model", "weights", "dtype", "layout", "quantization")),
+    *(
+        (name, int, "an integer")
+        for name in ("world_size", "tp_rank", "tp_size", "tp_replicas", "pp_rank", "pp_size", "chunk_size")
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,9 @@ class Namespace:
         format_version: Version of keys and records. Different versions are different namespaces.
         extra: Further names and values that the KV depends on.
         hash_key: Secret of a keyed hash. The text contains only its id.
+
+    Raises:
+        TypeError: A value is not of its type.
     """
 
     model: str
@@ -72,6 +85,11 @@ class Namespace:
     hash_key: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
+        # An integer as a string, for example, would be another namespace than the integer.
+        for name, type_, expected in _ENGINE_TYPES:
+            value = getattr(self, name)
+            if not isinstance(value, type_):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected {expected}")
         object.__setattr__(self, "extra", _sorted_pairs(self.extra))
 
     @property

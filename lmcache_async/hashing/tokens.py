@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 import sys
 from array import array
 from collections.abc import Sequence
@@ -89,11 +91,22 @@ def _from_sequence(values: Sequence[Any]) -> Tokens:
 
 def _refuse_first(values: Sequence[Any]) -> NoReturn:
     for position, value in enumerate(values):
-        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-            raise TypeError(f"token {position} is {value!r} ({type(value).__name__}); expected an integer")
+        if isinstance(value, (bool, np.bool_)) or not _is_integer(value):
+            raise TypeError(
+                f"token {position} is {reprlib.repr(value)} ({type(value).__name__}); expected an integer"
+            )
         if not 0 <= value <= MAX_TOKEN:
             _refuse_value(position, value)
     raise TypeError(f"tokens are a {type(values).__name__} that changed while it was read")
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether the value converts to an integer. Tensors and arrays have `__index__`, which fails for most of them."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _refuse_value(position: int, value: Any) -> NoReturn:

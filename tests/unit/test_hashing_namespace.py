@@ -6,7 +6,9 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -109,6 +111,22 @@ def test_a_text_is_json_in_utf_8(request_namespace):
 def test_values_that_are_no_text_are_not_treated_as_missing(field, value):
     with pytest.raises(TypeError, match=f"{field} is of type {type(value).__name__}; expected a string"):
         RequestNamespace(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("model", Path("/models/m"), "a string"),
+        ("weights", b"w", "a string"),
+        ("dtype", 16, "a string"),
+        ("tp_rank", "0", "an integer"),
+        ("world_size", "2", "an integer"),
+        ("chunk_size", 256.0, "an integer"),
+    ],
+)
+def test_values_of_another_type_are_refused_in_the_namespace_of_an_engine(field, value, expected):
+    with pytest.raises(TypeError, match=f"{field} is {re.escape(repr(value))}.*expected {expected}"):
+        dataclasses.replace(PLAIN, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["lora", "lora_path", "cache_salt"])

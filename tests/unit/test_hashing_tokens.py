@@ -94,11 +94,33 @@ def test_a_range_names_its_first_id_out_of_range(span, position, value):
         as_tokens(span)
 
 
-@pytest.mark.parametrize("bad", [True, False, NUMPY_TRUE, 1.0, float("nan"), "7", None, np.float32(2), [1]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        True,
+        False,
+        NUMPY_TRUE,
+        1.0,
+        float("nan"),
+        "7",
+        None,
+        np.float32(2),
+        [1],
+        torch.tensor(1.0),
+        np.array([1]),
+    ],
+)
 @pytest.mark.parametrize("form", [list, tuple])
 def test_values_that_are_no_integers_are_named_with_their_position(form, bad):
     with pytest.raises(TypeError, match=r"^token 2 is .*expected an integer"):
         as_tokens(form([1, 0, bad, 4]))
+
+
+def test_a_batch_of_prompts_is_refused_with_a_short_message():
+    with pytest.raises(TypeError, match=r"^token 0 is \[0, 1, .*expected an integer") as raised:
+        as_tokens([list(range(10_000))])
+
+    assert len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize(

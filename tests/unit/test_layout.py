@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -251,6 +252,23 @@ def test_keys_and_values_may_come_as_pairs():
 def test_shapes_that_cannot_be_read_are_refused(shape, block_size, order, message):
     with pytest.raises(ValueError, match=message):
         KVLayout.from_token_slots([torch.zeros(shape)], block_size=block_size, order=order)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([torch.zeros(2, 6, 4, 3, 8), None], "layer 1 .* NoneType; expected a tensor"),
+        ({"model.0": np.zeros((2, 6, 4, 3, 8))}, "layer 'model.0' .* ndarray; expected a tensor"),
+        ([(torch.zeros(6, 4, 3, 8), 5)], "layer 0 .* int; expected a tensor"),
+        ("cache", "layer 0 .* str; expected a tensor"),
+        (7, "is a int; expected"),
+        (iter([torch.zeros(2, 6, 4, 3, 8)]), "is a list_iterator; expected"),
+    ],
+    ids=["None", "array", "pair", "string", "number", "iterator"],
+)
+def test_values_that_are_no_tensors_are_refused(tensors, message):
+    with pytest.raises(TypeError, match=message):
+        KVLayout.from_token_slots(tensors)
 
 
 @pytest.mark.parametrize(

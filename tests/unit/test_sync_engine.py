@@ -200,6 +200,11 @@ def test_another_cache_than_the_first_is_refused_and_not_written(engine, paged):
     check_retrieve(engine, paged, expected=[True] * 40, kvcaches=views)
 
 
+def test_a_cache_of_no_tensors_is_refused_when_the_engine_is_open(engine):
+    with pytest.raises(TypeError, match=r"layer 0 .* ndarray; expected a tensor"):
+        engine.store(TOKENS, slot_mapping=torch.arange(40), kvcaches=[np.zeros(3)])
+
+
 def test_a_cache_of_no_known_form_is_refused_and_a_right_one_taken_later(paged):
     with LMCacheEngine(config()) as engine:
         with pytest.raises(ValueError, match="shape"):
