@@ -40,7 +40,12 @@ class LoopThread:
         self._stopping = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt; the thread may run already
+            self.closed = "the start of the event loop's thread failed"
+            self._loop.call_soon_threadsafe(self._stop)
+            raise
 
     @property
     def inherited(self) -> bool:

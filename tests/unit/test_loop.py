@@ -277,3 +277,20 @@ def test_a_call_that_outlives_the_end_of_the_thread_fails_all_the_same(broken, m
     loop.close()
     del waiting
     gc.collect()  # as above
+
+
+def test_an_interrupt_while_the_thread_starts_leaves_no_thread(monkeypatch):
+    started = []
+
+    class InterruptedThread(threading.Thread):
+        def start(self):
+            super().start()
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmcache_async.engine.loop.threading.Thread", InterruptedThread)
+    with pytest.raises(KeyboardInterrupt):
+        LoopThread()
+
+    started[0].join(10)
+    assert not started[0].is_alive()
