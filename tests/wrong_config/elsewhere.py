@@ -39,6 +39,7 @@ plugins/mooncake/pool.py | needs the package | tests/tiers/test_mooncake_config.
 plugins/mooncake/pool.py | needs a system library | tests/tiers/test_mooncake_config.py | MissingDependencyError
 plugins/s3/bucket.py | {config.url}: {reason(error)} | tests/tiers/test_s3_config.py | ConfigError, match="az://c"
 plugins/s3/bucket.py | cannot be read | tests/tiers/test_s3_config.py | ConfigError, match="cannot be read"
+plugins/s3/bucket.py | {config.url}: {name} contains a line break or another control character; remove it | tests/tiers/test_s3_config.py | ConfigError, match=f"{name} contains a line break"
 plugins/valkey/tier.py | str(answer) | tests/tiers/test_valkey_answers.py | ConfigError, match="answered 'ERR'"
 """.strip().splitlines()
 ]
