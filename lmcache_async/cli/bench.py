@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from lmcache_async.bench.measure import DEFAULT_ROUNDS, QUICK_ROUNDS, Frame, Measure, document, run
-from lmcache_async.cli.output import progress, say
+from lmcache_async.cli.output import ended_like_ctrl_c, progress, say
 from lmcache_async.cli.records import Config
 from lmcache_async.cli.tiers import complete_tiers
 from lmcache_async.maintenance.stores import Stores
@@ -120,7 +120,7 @@ def _run(
     name = benchmark.__name__.rpartition(".")[2]
     if json_file is not None:  # a file that cannot be written is reported before the measurement
         json_file.open("a").close()
-    with progress() as show:
+    with ended_like_ctrl_c(), progress() as show:
         frame = Frame(
             rounds=rounds or (QUICK_ROUNDS if quick else DEFAULT_ROUNDS),
             quick=quick,

@@ -206,8 +206,8 @@ class CacheEngine:
 
         Args:
             tokens: Token ids of the whole prefix, from position 0. Tokens, rows and mask are copied when the call starts.
-            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids. Their content must not
-                change until the call ends.
+            rows: One row for each `layout.tokens_per_row` tokens: the slot mapping, or block ids. The KV in these rows must
+                not change until the call ends.
             mask: Booleans of shape (len(tokens),), as a tensor, an array or a list. Leading False tokens are
                 not stored.
             namespace: Everything else that the request's KV cache depends on.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import math
 import resource
+import signal
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_async.bench import raw
+from lmcache_async.bench.measure import Frame
 from lmcache_async.bench.memory import CacheForm, PromptCache
 from lmcache_async.bench.raw import move_all
 from lmcache_async.errors import TierError
@@ -181,6 +184,34 @@ def test_a_tier_that_evicts_the_records_is_reported(invoke):
     assert result.exit_code == 2, result.output
     # The server refuses a record, or evicts one.
     assert any(text in result.stderr for text in ("OOM command", "the tier may be too small for"))
+
+
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_and_its_files_are_removed(
+    invoke, tmp_path, monkeypatch, number, interrupt
+):
+    before = signal.signal(signal.SIGINT, interrupt)
+    before_number = signal.signal(number, signal.SIG_DFL)  # SIGHUP is ignored if the tests run under nohup
+
+    async def killed(*_):
+        assert list(tmp_path.iterdir())
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        signal.raise_signal(number)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Frame, "compare", killed)
+
+    try:
+        result = invoke("bench", "disk", "--quick", "--path", tmp_path)
+        after_number = signal.getsignal(number)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before_number)
+
+    assert result.exit_code == 130, result.output
+    assert list(tmp_path.iterdir()) == []
+    assert after_number is signal.SIG_DFL
 
 
 async def test_chunks_that_are_not_stored_are_counted_by_cause():
