@@ -132,7 +132,7 @@ class CacheEngine:
             ConfigError: A name or an option is wrong, or the status page cannot be opened.
             ChainError: The stages of a chain do not fit together.
             MissingDependencyError: A plug-in needs a package that is not installed.
-            TierError: A tier cannot be opened.
+            TierError: A tier cannot be opened. Other exceptions of a tier's `__aenter__` are raised unchanged.
         """
         logger = logger or default_logger()
         registry = registry or Registry()
