@@ -23,10 +23,10 @@ class HeldLayers(dict):
         self.read = threading.Event()
         self.go_on = threading.Event()
 
-    def values(self):
+    def items(self):
         self.read.set()
         self.go_on.wait()
-        return super().values()
+        return super().items()
 
 
 def config_of(path):
